@@ -2,7 +2,7 @@
 
 A UserError (wrong settings, data, layout or servers) ends it with one message and exit code 2. Any
 other exception is a defect of this project and keeps its traceback. Commands import what they run
-after the arguments are parsed, so that `--help` is quick. Not here: what the commands do.
+after the arguments are parsed, so that `--help` is quick.
 """
 
 import gc
@@ -123,7 +123,7 @@ def check(
     accept_changes: AcceptChanges = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Say what does not go together in a pair, a config or a run directory; code 1: errors."""
+    """Report what does not fit together in a pair, config or run directory; code 1: errors."""
     from stable_opd_mcore.checks.checklist import check_file, check_pair
     from stable_opd_mcore.planning.hardware import device_named
     from stable_opd_mcore.planning.plan import Cluster
@@ -136,7 +136,10 @@ def check(
     elif config is None and student is not None and teacher is not None:
         report = check_pair(student, teacher)
     else:
-        raise UserError("give a config, or --student DIR and --teacher DIR without one")
+        raise UserError(
+            "a config together with --student or --teacher, or none of them; give a config, or "
+            "--student DIR and --teacher DIR"
+        )
     typer.echo(report.as_json() if as_json else report.text())
     if report.errors:
         raise typer.Exit(1)
@@ -187,7 +190,7 @@ def evaluate(
     from stable_opd_mcore.train.evaluation import evaluate_config
 
     done: list[Path] = []
-    with interruptible("the same command goes on after the last stored part"):
+    with interruptible("the same command continues after the last stored part"):
         for settings in configs:
             beside = done if settings is configs[-1] else []
             done.append(
@@ -218,7 +221,7 @@ def serve(
 @app.command()
 def convert(
     source: Annotated[
-        str,  # a Path would drop the ./ that tells a path from a hub id
+        str,  # a Path would drop the ./ that marks a path and not a hub id
         typer.Argument(help="A Hugging Face directory or hub id, or a Megatron checkpoint."),
     ],
     target: Annotated[Path, typer.Argument(help="The directory to write; must not exist.")],
@@ -239,7 +242,10 @@ def convert(
     if not is_hub_id(source):
         _require_path(directory, "a model's or a checkpoint's directory, or a hub id (owner/name)")
         if revision is not None:
-            raise UserError(f"--revision is of a model on the hub, and {source} is a path")
+            raise UserError(
+                f"--revision {revision}: {source} is a path, and only a hub id has revisions; "
+                "leave it out"
+            )
     require_new_directory(target)
     if is_hub_id(source):
         directory, commit = download(source, "model", MODEL_FILES, revision)
@@ -266,7 +272,7 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="Of teacher.prompt, on average; by default 1,024 more than the student's prompt.",
+            help="Mean length of teacher.prompt; default: the student's prompt and 1,024.",
         ),
     ] = None,
     layouts: Annotated[bool, typer.Option("--layouts", help="List all valid layouts.")] = False,
@@ -286,7 +292,9 @@ def plan(
     from stable_opd_mcore.planning.planned_run import default_work
 
     if teacher_prompt_tokens and (settings.teacher is None or settings.teacher.prompt is None):
-        raise UserError("--teacher-prompt-tokens is given, but the config has no teacher.prompt")
+        raise UserError(
+            "--teacher-prompt-tokens: the config has no teacher.prompt; set it, or leave this out"
+        )
     cluster = Cluster(nodes, gpus_per_node, server_nodes)
     work = replace(default_work(settings), teacher_prompt_tokens=teacher_prompt_tokens)
     if layouts:
@@ -313,7 +321,7 @@ def topology(
         str, typer.Option(help="Names of the nodes with commas, the trainer's first.")
     ] = "",
 ) -> None:
-    """Say who trains where and which SGLang server has which GPUs and whose prompts."""
+    """Show which ranks train where, and each SGLang server's GPUs and prompts."""
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])
@@ -341,7 +349,7 @@ def rehearse(
         int | None,
         typer.Option(
             min=1,
-            help="Of each model chunk; by default all, and two of a model with experts.",
+            help="Layers of each model chunk; default: all, and two of a model with experts.",
         ),
     ] = None,
 ) -> None:
@@ -367,7 +375,7 @@ def demo(
     directory: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("runs/demo"),
 ) -> None:
     """Watch plain on-policy distillation collapse and Stable-OPD hold, on this machine's CPU."""
-    from stable_opd_mcore.demo.run import run_demo
+    from stable_opd_mcore.demo.runner import run_demo
 
     run_demo(directory, seeds)
 

@@ -96,7 +96,7 @@ def prepare(
         int, typer.Option(min=1, help="openr1: supervised rows; the others are OPD's prompts.")
     ] = 33_000,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest solution.")] = 8192,
-    seed: Annotated[int, typer.Option(help="Of the order and the split.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the order and the split.")] = 0,
     problem: Annotated[str | None, typer.Option(help="rows: the problem's column.")] = None,
     answer: Annotated[str | None, typer.Option(help="rows: the answer's; '': none.")] = None,
     solution: Annotated[str | None, typer.Option(help="rows: the solution's; '': none.")] = None,

@@ -1,4 +1,4 @@
-"""Errors that the user mends: the command shows the message without a traceback and exits with 2.
+"""Errors that the user fixes: the command shows the message without a traceback and exits with 2.
 
 Every message names the file, row or key, what was expected and the remedy. Anything else that
 rises, torch's own ValueError included, is a defect of this project and keeps its traceback.
@@ -6,14 +6,14 @@ rises, torch's own ValueError included, is a defect of this project and keeps it
 
 
 class UserError(ValueError):
-    """Settings, data, layout or environment that must be mended outside this code.
+    """Settings, data, layout or environment that must be fixed outside this code.
 
     A ValueError, because pydantic's validators and torch's callers expect one.
     """
 
 
 class ConfigError(UserError):
-    """A setting: the message says which, in which file, and how to mend it."""
+    """A setting: the message says which, in which file, and how to fix it."""
 
 
 class NotFiniteError(UserError):

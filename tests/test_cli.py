@@ -19,7 +19,7 @@ WRONG_PATHS = {
     "evaluate . --config nosuch": "nosuch: no such file or directory; give a config",
     "convert nosuch new": "nosuch: no such file or directory; give a model's",
     "convert ./nosuch/model new": "nosuch/model: no such file or directory; give a model's",
-    "convert . /proc/new": "/proc/new: cannot be made: No such file or directory; name a directory",
+    "convert . /proc/new": "/proc/new: cannot be created: No such file or directory; give a",
     "rehearse nosuch.yaml": "nosuch.yaml: no such config file",
 }
 

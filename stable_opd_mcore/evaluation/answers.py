@@ -1,17 +1,17 @@
 """Texts of answers, rewritten where math-verify would misread them.
 
 Every rule has its examples in tests/evaluation/test_answers.py. Standard library only, for grading
-processes. Not here: the comparison of what math-verify reads (grading_worker.py).
+processes.
 """
 
 import re
 from collections.abc import Iterator
 
 _SPACE = r"(?:\s|~|\\[ ,;:!])"
-_THOUSANDS_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")  # of 10\,000
-# At most three digits of exponent, as of a double: 10^999999999 would fill the memory.
+_THOUSANDS_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")  # 10\,000
+# At most three digits of exponent, like a double: 10^999999999 would fill the memory.
 _SCIENTIFIC = re.compile(r"(?<![\w\\.])(\d+(?:\.\d*)?)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
-_POINT_OR_E = re.compile(r"(?<=\d)\.(?=/)|\\mathrm\s*(?:\{e\}|e\b)")  # of 1./3 and \mathrm{e}
+_POINT_OR_E = re.compile(r"(?<=\d)\.(?=/)|\\mathrm\s*(?:\{e\}|e\b)")  # 1./3 and \mathrm{e}
 _MIXED_NUMBER = re.compile(
     rf"(?<![\w.,^/])(\d{{1,9}}){_SPACE}*"
     r"(?:(?<=\W)([1-9]\d?) ?/ ?([1-9]\d?)(?![\d/])"
@@ -64,7 +64,7 @@ def plain_boxes(response: str) -> tuple[str, str | None]:
     """
     response = _BARE_BOX.sub(r"\1{\2}", response)
     boxes: list[tuple[int, int, int]] = []  # a box's start, its content's start and end
-    opened: list[tuple[int, int, bool]] = []  # of a brace that is not closed yet
+    opened: list[tuple[int, int, bool]] = []  # braces that are not closed yet
     for found in _BOX_OR_BRACE.finditer(response):
         if found["box"] or found[0] == "{":
             opened.append((found.start(), found.end(), bool(found["box"])))

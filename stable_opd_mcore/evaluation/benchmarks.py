@@ -2,8 +2,7 @@
 
 Read from a local directory (`<directory>/<name>.jsonl` or `.parquet`, with the hub's column names
 or with problem and answer), or from the hub and its cache. Two published gold answers cannot be
-graded as they are; they are replaced here. Not here: the data themselves; `stable-opd prepare`
-writes them for machines without internet.
+graded as they are; they are replaced here.
 """
 
 from dataclasses import dataclass, replace
@@ -69,7 +68,7 @@ def load_benchmark(
         DataError: unknown name, no file of that name in the directory, or bad rows.
     """
     if name not in BENCHMARKS:
-        raise DataError(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+        raise DataError(f"{name}: no such benchmark; give one of {', '.join(BENCHMARKS)}")
     benchmark = BENCHMARKS[name]
     source = SourceConfig(
         path=benchmark.hub_id if directory is None else str(_local_file(name, Path(directory))),
@@ -94,7 +93,7 @@ def load_benchmark(
         corrected = GOLD_CORRECTIONS.get(name, {}).get(row.answer or "")
         rows.append(replace(row, answer=corrected) if corrected else row)
     if not rows:
-        raise DataError(f"{source.path}: no rows in it")
+        raise DataError(f"{source.path}: no rows in it; download it again")
     return rows
 
 

@@ -108,7 +108,7 @@ class Grader:
             UserError: the file of the user's function fails; standard error says why.
             RuntimeError: workers cannot start; likewise.
         """
-        waiting: deque[Verdict | Future[Any]] = deque()  # of the items whose turn has not come
+        waiting: deque[Verdict | Future[Any]] = deque()  # items whose turn has not come
         running: set[Future[Any]] = set()
         try:
             for item in items:
@@ -185,13 +185,12 @@ class Grader:
             paths = ", ".join(dict.fromkeys(own.path for own in self.rewards.values() if own))
             if not self._has_graded and paths:
                 raise UserError(
-                    f"{paths}: running it fails, or takes more than a minute; its error stands "
-                    "above"
+                    f"{paths}: running it fails, or takes more than a minute; see its error above"
                 ) from error
             if not self._has_graded:
                 raise RuntimeError(
-                    "grading workers end before they are ready (is math-verify installed?); their "
-                    "error stands above"
+                    "grading workers end before they are ready; see their error above, and check "
+                    "that math-verify is installed"
                 ) from error
             return Verdict(False, "crash")
         self._has_graded = True
@@ -199,7 +198,7 @@ class Grader:
             return Verdict(found)
         failure, why = found
         if not self._has_warned:
-            _LOG.warning("a reward failed and counts as 0, as later ones will, unsaid: %s", why)
+            _LOG.warning("a reward failed and counts as 0; later failures are not logged: %s", why)
             self._has_warned = True
         return Verdict(0, failure)
 

@@ -38,9 +38,9 @@ _SMALL, _DIGITS = 1e-3, 1e-6
 def is_right(response: str, gold: str) -> bool:
     """Whether the response's answer is the gold answer: letter by letter, or by math-verify.
 
-    Of a response that ends in GSM8K's "#### answer" that answer counts alone; a box that never ends
-    is no answer. math-verify extracts the others. Its own timeouts are off: they are signals, which
-    do not interrupt C code.
+    If a response ends in GSM8K's "#### answer", only that answer counts; a box that never ends is
+    not an answer. math-verify extracts the others. Its own timeouts are off: they are signals,
+    which do not interrupt C code.
     """
     response, answer = plain_boxes(readable(response))
     last_line = _GSM8K_ANSWER.search(response)
@@ -78,7 +78,7 @@ def _parsed_gold(gold: str) -> list[Any]:
 
     gold = with_units(one_formula(gold))
     # Gold answers of most data sets are bare LaTeX, which math-verify reads only in a formula.
-    # Of one that it cannot read, it would take a number: 4 of "4:30 p.m.".
+    # From one that it cannot read it would take a number: 4 from "4:30 p.m.".
     if _LATEX.search(gold):
         return _parsed(gold)
     return parse(f"${gold}$", [LatexExtractionConfig()], parsing_timeout=0)
@@ -107,7 +107,7 @@ def _only_rounded_alike(given: Any, gold: Any) -> bool:
     if isinstance(given, Relational) and isinstance(gold, Relational) and given.lhs != gold.lhs:
         return False
     given, gold = (each.rhs if isinstance(each, Relational) else each for each in (given, gold))
-    if given == gold or isinstance(given, str) or given.has(UnevaluatedExpr):  # of a per cent
+    if given == gold or isinstance(given, str) or given.has(UnevaluatedExpr):  # a per cent
         return False
     if getattr(given, "is_number", False) and getattr(gold, "is_number", False):
         if not gold.evalf():

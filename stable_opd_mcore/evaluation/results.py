@@ -1,8 +1,4 @@
-"""The responses to held-out problems: how many are right, their rates and sampling settings.
-
-Not here: drawing responses (train/evaluation.py), the prompts (benchmarks.py, data/prompts.py), the
-other numbers of responses (data/responses.py), the stored responses (store.py).
-"""
+"""The responses to held-out problems: how many are right, their rates and sampling settings."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +10,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.estimates import bootstrap_interval, pass_at_k
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 
-SAMPLES_PER_PART = 1024  # responses between two moments at which an evaluation can go on
+SAMPLES_PER_PART = 1024  # responses that are stored together; an evaluation resumes between parts
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class BenchmarkResult:
         return bootstrap_interval([self.shares])
 
     def pass_at(self, k: int) -> tuple[float, tuple[float, float]]:
-        """The unbiased estimate of pass@k in the mean over problems, and its 95 % interval."""
+        """The unbiased estimate of pass@k, averaged over problems, and its 95 % interval."""
         estimates = [pass_at_k(self.num_samples, correct, k) for correct in self.num_correct]
         return sum(estimates) / len(estimates), bootstrap_interval([estimates])
 

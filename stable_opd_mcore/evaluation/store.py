@@ -4,9 +4,9 @@
     for part in range(store.open(), num_parts): ...write_together(store.path(part), ...)
     for rollout in store.rollouts(): ...
 
-A part is written whole when all of its responses are graded. An evaluation that was killed goes on
-after its last part. The parts do not depend on the number of ranks, so the files are the same
-however often it was killed. Not here: drawing and grading.
+A part is written whole when all of its responses are graded. An evaluation that was killed
+continues after its last part. The parts do not depend on the number of ranks, so the files are the
+same however often it was killed.
 """
 
 import json
@@ -49,8 +49,9 @@ class ResponseStore:
         for name, value in json.loads(wanted).items():
             if earlier.get(name) != value:
                 raise UserError(
-                    f"{self._directory}: begun with {name} {earlier.get(name)!r}, now {value!r}; "
-                    "give another run.name=NAME for the results, or remove that directory"
+                    f"{self._directory}: its responses have {name} {earlier.get(name)!r}, this "
+                    f"evaluation {value!r}; give run.name=NAME for the new results, or remove "
+                    "that directory"
                 )
         number = 0
         while self.path(number).is_file():

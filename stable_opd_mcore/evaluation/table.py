@@ -1,7 +1,7 @@
 """The results of evaluations as Markdown.
 
 The papers' table has one row per model and one column per benchmark, with the published rows below
-ours. Not here: the published numbers (published.py), what a result is (results.py).
+ours.
 """
 
 from collections.abc import Mapping, Sequence

@@ -47,7 +47,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def tolerating_leftovers(path: Path) -> Iterator[None]:
-    """Log that `path`, which is needed no more, cannot be deleted, and go on.
+    """Log that `path`, which is no longer needed, cannot be deleted, and continue.
 
     On NFS a file that somebody reads keeps its directory from being deleted.
     """
@@ -58,20 +58,20 @@ def tolerating_leftovers(path: Path) -> Iterator[None]:
 
 
 def require_new_directory(path: Path) -> None:
-    """Refuse to write a directory that exists, or that cannot be made. Makes its parents.
+    """Refuse a directory that exists or that cannot be created. Creates its parents.
 
     Raises:
         UserError: the message names the directory and the reason.
     """
     if path.exists():
-        raise UserError(f"{path} exists; name a directory that does not")
+        raise UserError(f"{path}: it exists; give a directory that does not")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}."):
             pass  # `path` itself may be another rank's
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be made: {error.strerror}; name a directory where you may write"
+            f"{path}: cannot be created: {error.strerror}; give a directory where you may write"
         ) from error
 
 
@@ -115,7 +115,7 @@ def describe_space(path: Path, needed_bytes: int) -> str:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory beside `path`; rename it to `path` when the block ends well.
+    """Yield an empty directory next to `path`; rename it to `path` when the block ends well.
 
     An older directory is replaced. One process at a time may write a `path`.
     """

@@ -1,7 +1,7 @@
 """Downloads of models and data sets from the Hugging Face hub, of one commit.
 
 Only data are downloaded: weights in safetensors, JSON, text, parquet. No code from the hub is
-downloaded or run. Not here: local folders.
+downloaded or run.
 """
 
 import re
@@ -64,5 +64,7 @@ def download(
         ) from error
     path = Path(folder)
     if not any(next(path.glob(glob), None) for glob in files):
-        raise UserError(f"{hub_id}: no file that matches {', '.join(files)} at {path.name}")
+        raise UserError(
+            f"{hub_id}: no file that matches {', '.join(files)} at {path.name}; check the id"
+        )
     return path, path.name

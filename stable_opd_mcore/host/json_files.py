@@ -1,7 +1,4 @@
-"""Read the JSON object in a file or a line of others: every fault is one message.
-
-Not here: which files hold rows (data/sources.py), the run's own files.
-"""
+"""Read the JSON object in a file or a line of others: every fault is one message."""
 
 import json
 from pathlib import Path
@@ -46,7 +43,7 @@ def object_in_line(line: bytes | str, place: str) -> dict[str, Any]:
 
 
 def _object(text: bytes | str, place: str, remedy: str) -> dict[str, Any]:
-    """Half an emoji, as a decoder may leave it, is text: orjson refuses it, so this is json."""
+    """json and not orjson, which refuses half an emoji; a decoder may leave one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # no JSON, not UTF-8, nested too deep

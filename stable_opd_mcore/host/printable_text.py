@@ -1,4 +1,4 @@
-"""Text of strangers for a terminal, a page or a message: no character of it acts."""
+"""Untrusted text for a terminal, a page or a message, without characters that control them."""
 
 import unicodedata
 from collections.abc import Collection, Iterator
@@ -8,10 +8,9 @@ from pathlib import Path
 def printable(text: str, characters: int | None = None) -> str:
     """`text` with visible control characters; line ends and tabs stay.
 
-    Of a text with more than `characters` characters it has the first ones and an ellipsis.
-
-    ASCII control characters become their Unicode pictures. Direction overrides, lone surrogates
-    and unassigned characters become the replacement character.
+    A text of more than `characters` characters is cut, with an ellipsis at its end. ASCII control
+    characters become their Unicode pictures. Direction overrides, lone surrogates and unassigned
+    characters become the replacement character.
     """
     if characters is not None and len(text) > characters:
         text = text[:characters] + "\N{HORIZONTAL ELLIPSIS}"

@@ -8,8 +8,6 @@ The file LOCK names the holder's host and process, and its time stamp is the hol
 machine or of the same Slurm job takes it over at once; a run on another machine does so when it has
 seen no heartbeat for STALE_SECONDS, by its own clock. Works on NFS, whose servers create a file
 exclusively.
-
-Not here: the REQUEUE marker (train/oversight/signals.py), and files that readers need no lock for.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ class RunLock:
         if job:
             self._job.write_text(job)
         else:
-            self._job.unlink(missing_ok=True)  # of a job that was killed
+            self._job.unlink(missing_ok=True)  # left by a killed job
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,7 +80,7 @@ class RunLock:
         return self._lease.owner
 
     def _lost(self, loss: LeaseCompromise) -> None:
-        """End a run that stood still so long that another has taken its directory."""
+        """End a run that was suspended so long that another has taken its directory."""
         end = loss.reason == "owner-changed"
         what = f"taken over by {describe(self._lease.owner)}; this run ends" if end else loss.reason
         print(f"{self.path}: this run has lost its lock: {what}", file=sys.stderr, flush=True)
@@ -93,8 +91,8 @@ class RunLock:
 def in_use(run_directory: Path, holder: OwnerRecord | None) -> UserError:
     """The refusal of a directory that another run or evaluation holds."""
     return UserError(
-        f"{run_directory}: another run is at work here: {describe(holder)}. Stop it, or choose "
-        f"another run.name. If it does not exist any more, delete {run_directory / LOCK_FILE}"
+        f"{run_directory}: another run uses it: {describe(holder)}. Stop it, or choose "
+        f"another run.name. If that process has ended, delete {run_directory / LOCK_FILE}"
     )
 
 

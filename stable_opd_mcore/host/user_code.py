@@ -1,8 +1,8 @@
 """A function of the user's own, which the settings name as `path/to/file.py:function`.
 
 Only settings name such a file, never data or a checkpoint. It is imported when the settings are
-read. It may import installed packages; files beside it are not found, for a run keeps a copy of
-this one only.
+read. It may import installed packages, but no files next to it: a run keeps a copy of
+only this one.
 """
 
 import functools
@@ -25,7 +25,7 @@ class UserFunction:
 
     path: str
     name: str
-    source: bytes  # of the whole file
+    source: bytes  # the whole file
 
     def module(self) -> ModuleType:
         """The imported file. Whatever it raises rises."""

@@ -3,7 +3,6 @@
     for run in named_runs(["runs/opd", "runs/demo"]): written = read_written(run)
 
 Files of a run may come from anywhere: they are read as plain values, and a malformed one is named.
-Not here: metrics.jsonl (sinks.py), rollouts (reader.py), the page (report.py).
 """
 
 import os
@@ -27,7 +26,7 @@ from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.figures import Row
 from stable_opd_mcore.monitoring.sinks import read_run
 
-RESULT_FILES = "evaluation/*/results.json"  # of a run's evaluated models
+RESULT_FILES = "evaluation/*/results.json"  # a run's evaluated models
 SEEDS = re.compile(r"train\.seed|data\.\w+\.options\.seed")  # in which an arm's runs differ
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is
 
@@ -91,8 +90,7 @@ def read_written(run: ReportRun) -> WrittenRun:
 def evaluated_runs(evaluations: Iterable[Path]) -> list[WrittenRun]:
     """The runs of these evaluations (`<run>/evaluation/<model>`) with their settings and results.
 
-    Models of no run have a common directory in the place of a run's, with neither settings nor
-    metrics.
+    Models of no run share one directory in place of a run's, without settings and metrics.
 
     Raises:
         UserError: a malformed settings or results file; the message names it.
@@ -110,10 +108,10 @@ def evaluated_runs(evaluations: Iterable[Path]) -> list[WrittenRun]:
 
 
 def seeds_together(runs: Sequence[WrittenRun]) -> list[WrittenRun]:
-    """The runs; those that differ in their seed alone share a label.
+    """The runs; those that differ only in their seed share a label.
 
-    It is what their names have in common, or all their names where others would have that label,
-    too. A label that was given stays.
+    The label is what their names have in common, or all their names if other runs would have the
+    same label. A label that was given stays.
     """
     arms: dict[frozenset[tuple[str, str]], list[WrittenRun]] = {}
     for one in runs:
@@ -165,10 +163,14 @@ def read_settings(directory: Path) -> dict[str, str]:
             raise ValueError("it holds aliases (*name), which no run writes")
         values = unescaped(yaml.load(text, LOADER))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())  # of several lines, with a caret below one
-        raise UserError(f"{path}: not readable as YAML: {reason}") from error
+        reason = " ".join(str(error).split())  # several lines, with a caret below one
+        raise UserError(
+            f"{path}: not readable as YAML: {reason}; restore the run's file"
+        ) from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: expected a mapping of settings, found {type(values).__name__}")
+        raise UserError(
+            f"{path}: a {type(values).__name__}, not a mapping of settings; restore the run's file"
+        )
     flat = by_dotted_key(values)
     return {key: str(value) for key, value in flat.items() if not key.startswith("run.")}
 
@@ -183,7 +185,9 @@ def _results(path: Path) -> dict[str, dict[str, float]]:
     """Benchmark -> its finite numbers."""
     values = read_json_object(path, remedy="delete it").get("benchmarks")
     if not isinstance(values, dict) or not all(isinstance(v, dict) for v in values.values()):
-        raise UserError(f"{path}: expected one mapping of numbers for each benchmark")
+        raise UserError(
+            f"{path}: no mapping of numbers for each benchmark; delete it, and evaluate again"
+        )
     return {
         name: {
             key: float(number)

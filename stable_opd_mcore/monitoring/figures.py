@@ -18,7 +18,7 @@ SCHEDULES = frozenset({"optimizer/lr", "kl/beta", "mixture/lambda"})  # plotted 
 # Metrics of terms that a run may lack: left out where all values are 0.
 TERMS = ("loss/", "logprob/teacher", "kl/", "mixture/", "ratio/")
 
-MAX_POINTS = 2000  # of one curve; of longer ones every n-th point and the last
+MAX_POINTS = 2000  # of one curve; a longer one keeps every n-th point and the last
 OTHERS = "Other metrics"
 
 # Angle between the hues of two labels in a row, 360 / golden ratio^2: all hues of a page differ.

@@ -7,10 +7,9 @@
 
 A metric is compared with its own past (docs/method.md §9): the mean of the last WINDOW values
 against a mean that follows slowly. Its excess must be larger than the detector's least change and
-than the metric's noise. Symptoms alone are drift: truncation rises to .4 to .8 in healthy runs,
-too, and falls again. Damage is truncation near its ceiling, or its rise together with loops or with
-worse answers. All of it is pure functions of plain numbers. Not here: what is done about symptoms
-(train/oversight/guard.py).
+than the metric's noise. Symptoms without damage are drift: truncation also rises to .4 to .8 in
+healthy runs, and falls again. Damage is truncation near its ceiling, or its rise together with
+loops or with worse answers. All of it is pure functions of plain numbers.
 """
 
 import math
@@ -33,7 +32,7 @@ class Detector:
     metric: str
     worse: Literal["higher", "lower"]
     absolute: float  # least change that counts, in the metric's unit
-    relative: float = 0.0  # and as a share of the normal value; the larger one holds
+    relative: float = 0.0  # the same as a share of the normal value; the larger one holds
     broken: bool = False  # a symptom of it makes a rise of truncation damage
     rare: bool = False  # not written in every step: one value is enough
 
@@ -59,7 +58,7 @@ class Series:
     learnt: int = 0  # how many values `normal` has learnt from, at most HORIZON * BASELINE
     start: float = 0.0  # mean of the first BASELINE values
     normal: float = 0.0  # running mean
-    variance: float = 0.0  # of single values about it
+    variance: float = 0.0  # squared distance of single values from it, on average
 
 
 @dataclass(frozen=True)

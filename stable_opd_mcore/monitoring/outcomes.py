@@ -1,7 +1,7 @@
 """What came out of a run: accuracy, truncation, repetition, the first damage.
 
 All of it is computed from the rows of metrics.jsonl, the same for the report, the live view and the
-demo's summary. Not here: how it is shown (tables.py, demo/run.py).
+demo's summary.
 """
 
 import math

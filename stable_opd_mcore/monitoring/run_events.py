@@ -2,7 +2,7 @@
 
 Any object with "event" and "after_step" in metrics.jsonl is one: changed settings, what the guard
 did. Its other keys are its details. Text from the file is untrusted; it becomes printable here and
-the page shows it as text. Not here: reading the file (sinks.py).
+the page shows it as text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,9 @@ from typing import Any
 
 from stable_opd_mcore.host.printable_text import printable
 
-MAX_LINES = 12  # details of one event
-MAX_CHARACTERS = 200  # of one detail
-MAX_DEPTH = 3  # of mappings and lists inside details
+MAX_LINES = 12  # one event shows
+MAX_CHARACTERS = 200  # one detail shows
+MAX_DEPTH = 3  # mappings and lists inside each other
 ARROW = "\N{RIGHTWARDS ARROW}"
 
 
@@ -34,7 +34,7 @@ def _title(event: Mapping[str, Any]) -> str:
 
 
 def _lines(event: Mapping[str, Any]) -> list[str]:
-    """A line per detail; of a mapping, such as changed settings or evidence, a line per entry."""
+    """A line per detail, and per entry of a mapping, such as changed settings or evidence."""
     lines: list[str] = []
     for key, value in event.items():
         if key in ("event", "after_step", "action"):

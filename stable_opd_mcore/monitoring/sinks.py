@@ -5,8 +5,7 @@ over nothing is null. A value that is not finite is null too, because JSON has n
 `"non_finite": {"grad_norm": "nan"}` then names it, and a warning is logged. A resumed run drops the
 rows and the guard's events that it will write again, so the file holds them once.
 
-Only rank 0 opens sinks. Not here: computing metrics (health.py), reducing them (metrics.py), and
-rollouts (data/rollout_files.py).
+Only rank 0 opens sinks.
 """
 
 from __future__ import annotations

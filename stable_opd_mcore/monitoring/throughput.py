@@ -24,23 +24,23 @@ class PhaseTimer:
         metrics = timer.metrics(num_tokens)
 
     The step starts when the timer is created and ends with `metrics`. The times of a phase that is
-    entered twice add up. On a CUDA device a phase ends when its kernels have ended, which events
-    in the device's queue tell: the host waits for them in `metrics` alone. Reduced over ranks,
+    entered twice add up. On a CUDA device a phase ends when its kernels have ended; events in the
+    device's queue measure that, and the host waits for them only in `metrics`. Reduced over ranks,
     times are those of the slowest rank.
 
     Args:
-        tell: gets the name of each phase that begins.
+        on_phase: gets the name of each phase that begins.
         idle: by metric, the clocks of servers; they measure the same time as this timer.
     """
 
     def __init__(
         self,
         device: torch.device | str = "cpu",
-        tell: Callable[[str], object] = lambda _: None,
+        on_phase: Callable[[str], object] = lambda _: None,
         idle: Mapping[str, IdleClock] | None = None,
     ):
         self._device = torch.device(device)
-        self._tell = tell
+        self._on_phase = on_phase
         self._idle = idle or {}
         for clock in self._idle.values():
             clock.restart()
@@ -50,13 +50,13 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to `time/<name>`, also if it raises."""
-        self._tell(name)
+        self._on_phase(name)
         with self.part(name):
             yield
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """As `phase`, of a block inside a phase that is not told apart."""
+        """Like `phase`, for a block inside a phase; `on_phase` is not called."""
         start = self._now()
         try:
             yield

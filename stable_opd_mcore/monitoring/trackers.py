@@ -1,14 +1,12 @@
-"""Sinks besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+"""Sinks other than metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
 
 Each writes the defined values of its rows. wandb and mlflow are packages of their own, which
 `pip install 'stable-opd-mcore[trackers]'` adds; a run that asks for a missing one is refused. Their
-id of the run is kept in the run directory (`wandb_id`, `mlflow_id`), so that a resumed run goes on
-in the same place.
+id of the run is kept in the run directory (`wandb_id`, `mlflow_id`), so that a resumed run
+continues in the same place.
 
 A resumed run repeats the steps after its checkpoint. TensorBoard forgets the earlier values, MLflow
-keeps both, Weights & Biases keeps the first. metrics.jsonl alone holds every step exactly once.
-
-Not here: which sinks a run has, and metrics.jsonl (sinks.py).
+keeps both, Weights & Biases keeps the first. Only metrics.jsonl holds every step exactly once.
 """
 
 # wandb and mlflow are not installed where types are checked.
@@ -28,7 +26,7 @@ from stable_opd_mcore.host.atomic_files import write_atomically
 PROJECT = "stable-opd"  # where the variables of wandb and mlflow name no other
 WANDB_ID, MLFLOW_ID = "wandb_id", "mlflow_id"  # files of the run directory
 MLFLOW_BATCH = 100  # settings that one request may hold
-MLFLOW_CHARACTERS = 500  # of a setting
+MLFLOW_CHARACTERS = 500  # one setting may have
 
 
 class TensorBoardSink:

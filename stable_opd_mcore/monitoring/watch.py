@@ -1,15 +1,15 @@
-"""The live view: the report's page of running runs, from a server on this machine alone.
+"""The live view: the report's page of running runs, from a server that only this machine reaches.
 
     stable-opd watch runs/opd runs/stable_opd
 
 The page asks every two seconds whether the runs' files have changed, and then takes its figures,
 tables and events again. Rollouts are read when the reader asks for them. A run may be stopped,
-resumed or started while it is watched, also in a folder of runs; a half-written line is left for
-the next look.
+resumed or started while it is watched, also in a folder of runs; a half-written line is left out
+until it is complete.
 
 The server listens on 127.0.0.1 and answers requests that name this machine only, so that a page of
 another site cannot read it through a name of its own. No part of a request becomes part of a path.
-It writes nothing. Not here: the page itself (report.py).
+It writes nothing.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ from stable_opd_mcore.records import Rollout
 HOST = "127.0.0.1"
 _Listed = list[tuple[Rollout, dict[str, Any]]]
 RECENT_ROWS = 20  # whose mean step time gives the time left
-MAX_DIGITS = 12  # of a number in a request
+MAX_DIGITS = 12  # a number in a request may have
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -88,7 +88,7 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def runs(self) -> list[ReportRun]:
-        """The runs that are there now."""
+        """The runs that exist now."""
         return named_runs(self._given)
 
     def page(self) -> bytes:
@@ -113,18 +113,18 @@ class WatchServer(ThreadingHTTPServer):
         return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
 
-def watch(runs: Sequence[Path], port: int, tell: Callable[[str], None]) -> None:
+def watch(runs: Sequence[Path], port: int, print_line: Callable[[str], None]) -> None:
     """Serve the live view until Ctrl-C."""
     with WatchServer(runs, port) as server:
-        tell(f"watching {', '.join(str(run) for run in runs)} at {server.url}")
-        tell(
+        print_line(f"watching {', '.join(str(run) for run in runs)} at {server.url}")
+        print_line(
             "Ctrl-C ends it. From another machine: "
             f"ssh -L {server.server_port}:{HOST}:{server.server_port} THIS_MACHINE"
         )
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            tell("")
+            print_line("")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -229,7 +229,7 @@ def _number(values: Mapping[str, str], name: str, end: int) -> int:
     """A number from 0 to end - 1 of a request."""
     text = values.get(name, "")
     if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS and int(text) < end):
-        raise UserError(f"{name} must be a number below {end}")
+        raise UserError(f"{name}: {text!r:.20}; expected a number below {end}")
     return int(text)
 
 

@@ -27,7 +27,7 @@ class Preparation:
     """A checked request: what is read, by which rules, and what is written."""
 
     recipe: str
-    name: str  # of the manifest
+    name: str  # begins the names of the manifest and the dropped rows
     origin: str  # where the source is from, for the manifest: a path, or hub id and commit
     files: Mapping[str, Path]  # parquet or JSON Lines, by their paths inside the source
     columns: tuple[str, ...]  # read from parquet files
@@ -204,7 +204,7 @@ def require_columns(path: Path, columns: Sequence[str]) -> None:
     """
     _, names = next(read_file(path), (0, None))
     if names is None:
-        raise DataError(f"{path}: no rows in it")
+        raise DataError(f"{path}: no rows in it; check --source")
     missing = [n for n in columns if n not in names and n.split(".")[0] not in names]
     if missing:
         raise DataError(

@@ -1,6 +1,6 @@
 """The data sets that `prepare` knows: where they are on the hub, their columns and their outputs.
 
-A new one is an entry of RECIPES. Not here: which rows are kept (rules.py, openr1.py).
+A new one is an entry of RECIPES.
 """
 
 from dataclasses import dataclass

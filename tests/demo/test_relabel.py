@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stable_opd_mcore.data.synthetic import SECOND_STOP, STOP, VOCABULARY
-from stable_opd_mcore.demo.run import WEIGHTS, swap_stop_tokens
+from stable_opd_mcore.demo.runner import WEIGHTS, swap_stop_tokens
 
 ROWS = ("model.embed_tokens.weight", "lm_head.weight")
 

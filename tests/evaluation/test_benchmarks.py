@@ -43,7 +43,7 @@ def test_a_float_answer(tmp_path):
 
 
 def test_bad_names_files_and_rows(tmp_path):
-    with pytest.raises(DataError, match=r"no benchmark 'aime26'; there are aime24"):
+    with pytest.raises(DataError, match=r"aime26: no such benchmark; give one of aime24"):
         load_benchmark("aime26", tmp_path)
     with pytest.raises(DataError, match=r"neither amc\.jsonl nor amc\.parquet"):
         load_benchmark("amc", tmp_path)

@@ -31,7 +31,7 @@ def test_an_evaluation_goes_on_after_the_parts_before_the_first_gap(tmp_path):
 
 def test_responses_of_other_weights_or_settings_are_refused(tmp_path):
     ResponseStore(tmp_path, IDENTITY).open()
-    with pytest.raises(UserError, match=r"with weights 'abc', now 'd'; give another run\.name"):
+    with pytest.raises(UserError, match=r"have weights 'abc', this evaluation 'd'; give run\.name"):
         ResponseStore(tmp_path, IDENTITY | {"weights": "d"}).open()
     (tmp_path / "identity.json").write_text("[")
     with pytest.raises(UserError, match=r"identity\.json: not valid JSON"):

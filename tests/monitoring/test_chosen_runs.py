@@ -50,7 +50,7 @@ def test_what_a_run_has_written(tmp_path):
     assert [row["step"] for row in found.rows] == [0, 1]
     assert (found.settings["kl.beta"], "run.name" in found.settings) == ("0.5", False)
     assert found.results == {"step_000001": {"amc": {"accuracy": 0.5}}}
-    for text, message in (("[1]", "a JSON list, not"), ('{"benchmarks": [1]}', "expected one map")):
+    for text, message in (("[1]", "a JSON list, not"), ('{"benchmarks": [1]}', "no mapping")):
         results.write_text(text)
         with pytest.raises(UserError, match=rf"evaluation/.*/results\.json: {message}"):
             read_written(run)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stable_opd_mcore.demo import run
+from stable_opd_mcore.demo import runner
 from stable_opd_mcore.demo.recipe import Job, demo_jobs
 from stable_opd_mcore.train.oversight import measures
 
@@ -40,10 +40,10 @@ def test_the_demo_end_to_end_and_again_from_a_copied_directory(tmp_path: Path, m
         return [job for job in demo_jobs(*arguments) if job.arm in (None, "opd", "opd_stop_class")]
 
     monkeypatch.setattr(
-        run, "demo_jobs", lambda *arguments: [shrunk(job) for job in few_jobs(*arguments)]
+        runner, "demo_jobs", lambda *arguments: [shrunk(job) for job in few_jobs(*arguments)]
     )
     first, copy = tmp_path / "first", tmp_path / "a copy"
-    run.run_demo(first, 1)
+    runner.run_demo(first, 1)
     captured = capfd.readouterr()
     assert "Warning" not in captured.err
     assert "opd_stop_class" in captured.out
@@ -59,13 +59,13 @@ def test_the_demo_end_to_end_and_again_from_a_copied_directory(tmp_path: Path, m
     kept = copy / "seed0/collapse/opd/model/config.json"
     written = kept.stat().st_mtime_ns
     shutil.rmtree(copy / "seed0/collapse/opd_stop_class/model")  # as if interrupted
-    run.run_demo(copy, 1)
+    runner.run_demo(copy, 1)
     assert kept.stat().st_mtime_ns == written
     assert json.loads((copy / "summary.json").read_text()) == summary
 
     changed = [shrunk(job, optimizer={"lr": 1.0}) for job in few_jobs(copy, 1)]
     with pytest.raises(ValueError, match="settings are not those of this version"):
-        run.run_jobs(changed)
+        runner.run_jobs(changed)
 
 
 def test_a_worker_does_not_print_what_guards_say(tmp_path: Path):
@@ -74,7 +74,7 @@ def test_a_worker_does_not_print_what_guards_say(tmp_path: Path):
     assert logger.isEnabledFor(logging.WARNING)
     try:
         with pytest.raises(FileNotFoundError):
-            run._work(Job(name="copy", directory=tmp_path, swap_from=tmp_path / "absent"))
+            runner._work(Job(name="copy", directory=tmp_path, swap_from=tmp_path / "absent"))
         assert not logger.isEnabledFor(logging.WARNING)
         assert logger.isEnabledFor(logging.ERROR)
     finally:
@@ -84,4 +84,4 @@ def test_a_worker_does_not_print_what_guards_say(tmp_path: Path):
 def test_a_failed_run_is_named_with_its_error(tmp_path: Path):
     job = Job(name="seed0/student", directory=tmp_path / "student", swap_from=tmp_path / "absent")
     with pytest.raises(ValueError, match=r"run seed0/student failed: FileNotFoundError: .*absent"):
-        run.run_jobs([job])
+        runner.run_jobs([job])
