@@ -13,12 +13,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Probability that one of k responses is right, if c of n sampled ones are.
 
     1 - C(n - c, k) / C(n, k): unbiased (Chen et al. 2021, arXiv 2107.03374, eq. 1).
-
-    Raises:
-        ValueError: k is larger than the number of responses.
     """
-    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
-        raise ValueError(f"pass@{k} from {num_correct} of {num_samples} responses")
+    assert 1 <= k <= num_samples and 0 <= num_correct <= num_samples
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 

@@ -139,7 +139,9 @@ def _require_file(path: Path, verdicts: Path) -> None:
 def _columns_and_lines(
     path: Path, name: str, given: Columns
 ) -> tuple[Columns, Iterator[bytes | None]]:
-    """The columns of the file, and all of its lines, among them those that were read for them."""
+    """The columns of the file, and all of its lines."""
+    if path != STANDARD_INPUT:
+        return find_columns(_lines(path), name, given), _lines(path)
     head, lines = tee(_lines(path))
     return find_columns(head, name, given), lines
 

@@ -45,7 +45,7 @@ class _Totals(ResponseTotals):
         self._judging["repetition_rate_10k"] |= response.repetitive_10k is not None
 
     def plain(self) -> dict[str, Any]:
-        """Values by the names in metrics.yaml, without their area; None where undefined."""
+        """Values by the names of metrics, without their area; None where undefined."""
         values = self.metrics(_AREA).values_by_key()
         numbers = {key.removeprefix(f"{_AREA}/"): value for key, value in values.items()}
         numbers |= {name: None for name, has_judged in self._judging.items() if not has_judged}

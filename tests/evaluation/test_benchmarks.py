@@ -37,11 +37,6 @@ def test_hub_columns_with_context_and_several_answers(tmp_path):
     assert rows[0].solution is None
 
 
-def test_a_float_answer(tmp_path):
-    write(tmp_path / "amc.jsonl", {"problem": "1+1?", "answer": 2.0})
-    assert load_benchmark("amc", tmp_path)[0].answer == "2.0"
-
-
 def test_bad_names_files_and_rows(tmp_path):
     with pytest.raises(DataError, match=r"aime26: no such benchmark; give one of aime24"):
         load_benchmark("aime26", tmp_path)

@@ -226,12 +226,6 @@ def test_the_example_of_a_reward():
         assert reward({"answer": "4"}, response) == expected, response
 
 
-def test_rollouts_become_items():
-    prompt = Prompt("s:1", "1+1", (1,), "2", answer_format="bracket", opens_thinking=True)
-    rollout = Rollout(prompt, 0, (5, 6), (0.0, 0.0), "length", 0, text="[2]")
-    assert Grader()._item(rollout) == GradingItem("[2]", "2", "bracket", True, stopped=False)
-
-
 def test_rollouts_get_rewards_where_there_is_a_gold_answer(grader):
     gold = Prompt("s:1", "1+1", (1,), "2", answer_format="bracket")
     texts = [(gold, "1+1=2;[2]"), (Prompt("s:2", "?", (1,)), "[2]"), (gold, "[3]")]

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 
@@ -33,9 +32,3 @@ def test_workers_end_with_their_parent():
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
     assert psutil.wait_procs(workers, timeout=20)[1] == []
-
-
-def test_a_process_without_a_parent_waits_for_none():
-    before = threading.enumerate()
-    end_with_parent()
-    assert threading.enumerate() == before

@@ -56,7 +56,7 @@ def test_what_a_run_has_written(tmp_path):
             read_written(run)
     results.unlink()
     (run.directory / "config.resolved.yaml").write_text("- a\n")
-    with pytest.raises(UserError, match=r"resolved\.yaml: expected a mapping of settings, found l"):
+    with pytest.raises(UserError, match=r"resolved\.yaml: a list, not a mapping of settings"):
         read_written(run)
     (run.directory / "config.resolved.yaml").unlink()  # a run that died early has none
     assert read_written(run).settings == {}

@@ -7,8 +7,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from stable_opd_mcore.data.token_files import TokenText, write_tokens
-from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.chosen_runs import ReportRun
 from stable_opd_mcore.monitoring.figures import FIGURES
 from stable_opd_mcore.monitoring.report import write_report
@@ -119,25 +117,6 @@ def test_runs_of_one_label_share_a_colour_and_a_mean(tmp_path):
         len(FIGURES)
     )
     assert "Other stops." in page.text
-
-
-def test_a_folder_of_runs_whose_last_lines_are_cut(tmp_path):
-    for parent in ("x", "y"):
-        run = make_run(tmp_path / parent / "run", 2)
-        tokens = RunDirectory(run).tokens(2)
-        write_tokens(tokens, [TokenText("train:0", 0, ("a", "b"), {}, None)])
-        event = {"event": "of", "after_step": 2, "in": parent}
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(event) + "\n")
-        for path in (run / "metrics.jsonl", RunDirectory(run).rollouts(2), tokens):
-            path.write_bytes(path.read_bytes() + b'{"cut": "of')
-    page = page_of(write_report([tmp_path], tmp_path / "r.html"))
-    content = data_of(page)
-    assert [label["name"] for label in content["labels"]] == ["x/run", "y/run"]
-    assert [(event["run"], event["step"]) for event in content["events"]] == [(0, 2), (1, 2)]
-    assert page.text.count("y/run") == page.text.count("x/run") > 1  # each event names its run
-    assert [run["label"] for run in rollouts_of(page)["runs"]] == ["x/run", "y/run"]
-    assert len(rollouts_of(page)["rollouts"]) == 8
 
 
 def test_hostile_text_stays_text(tmp_path):

@@ -52,14 +52,6 @@ def test_a_last_line_cut_by_a_kill_is_not_read_and_dropped_on_resume(tmp_path, e
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
 
 
-def test_a_broken_row_in_the_middle_is_not_dropped_silently(tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"m.jsonl, line 2: not JSON"):
-        JsonlSink(path, first_step=3)
-    assert path.read_text().count("\n") == 3
-
-
 def test_values_that_are_not_finite_are_null_and_named(tmp_path, caplog):
     sink = JsonlSink(tmp_path / "m.jsonl")
     with caplog.at_level(logging.WARNING):
@@ -87,6 +79,7 @@ def test_values_that_are_not_finite_are_null_and_named(tmp_path, caplog):
         ('{"event": 5, "after_step": 1}\n', "line 1: column event is 5"),
         ('{"event": "guard"}\n', "line 1: column after_step is missing"),
         ('{"step": 1}\n{"step": 1}\n', "line 2: step 1 after step 1"),
+        ('{"step": 0}\n{"step"\n{"step": 2}\n', "line 2: not JSON"),
         ("", "no rows"),
     ],
 )

@@ -118,26 +118,6 @@ def test_a_run_is_watched_from_before_its_start_over_a_restart(tmp_path):
         assert b"line 1: not JSON" in ask(server, "/")[1]
 
 
-def test_a_folder_is_watched_with_the_runs_that_appear_in_it_and_one_that_cannot_be_read(tmp_path):
-    make_run(tmp_path / "a" / "opd", 2)
-    with served(tmp_path, tmp_path / "missing") as server:
-        states = found(server, "/version")["runs"]
-        assert [state["label"] for state in states] == ["opd", "missing"]
-        run = make_run(tmp_path / "b" / "opd", 3)
-        rollouts = run / "rollouts" / "step_000003.jsonl"
-        rollouts.write_bytes(rollouts.read_bytes() + b'{"prompt_id": "tra')  # being copied
-        states = found(server, "/version")["runs"]
-        assert [state["label"] for state in states] == ["a/opd", "b/opd", "missing"]
-        assert len(found(server, "/rollouts?run=1&step=3")) == 2
-        page = ask(server, "/")[1]
-        assert b"<h1>a/opd, b/opd, missing</h1>" in page
-        assert f"Waiting for the first step of {tmp_path / 'missing'}.".encode() in page
-        (run / "config.resolved.yaml").write_text("- a")
-        page = ask(server, "/")[1]
-        assert b"expected a mapping of settings" in page
-        assert page.count(b'class="plot"') > 20  # of the other run
-
-
 def test_the_time_left_is_that_of_the_last_steps(tmp_path):
     run = make_run(tmp_path / "run", 0)
     sink = JsonlSink(run / "metrics.jsonl", first_step=1)
