@@ -19,7 +19,25 @@ from omegaconf import OmegaConf
 from stable_opd_mcore.data.synthetic import SECOND_STOP, VOCABULARY
 from stable_opd_mcore.host.run_directory import RunDirectory
 
-UNKNOWN = 0.3  # share of facts of which the student has seen random results only
+MODELS: dict[str, dict[str, Any]] = {  # model -> its settings that differ from supervised.yaml
+    "teacher": {"train": {"steps": 400}, "optimizer": {"lr": 3e-3}},
+    "student": {
+        "student": {
+            "architecture": {
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "initializer_range": 0.12,
+            }
+        },
+        # the share of facts of which the student has seen only random results
+        "data": {"train": {"options": {"unknown": 0.3}}},
+        "train": {"steps": 700},
+        "optimizer": {"lr": 5e-3},
+    },
+}
 
 
 # arm -> the settings in which it differs from plain OPD, in the order of tables and figures
@@ -88,10 +106,7 @@ def demo_jobs(directory: Path, num_seeds: int = 1) -> list[Job]:
 
 def _models(directory: Path, seed: int) -> dict[str, Job]:
     """The models of one seed: a teacher that knows all facts, and a student that lacks some."""
-    knowing = {"recheck": [0.1]}
-    teacher = _supervised(directory, "teacher", seed, TEACHER, 400, 3e-3, 64, knowing)
-    lacking = knowing | {"unknown": UNKNOWN}
-    student = _supervised(directory, "student", seed, STUDENT, 700, 5e-3, 64, lacking)
+    teacher, student = (_supervised(directory, name, seed) for name in MODELS)
     other_stop = Job(
         name=f"seed{seed}/teacher_other_stop",
         directory=directory / "teacher_other_stop",
@@ -102,52 +117,23 @@ def _models(directory: Path, seed: int) -> dict[str, Job]:
     return {job.directory.name: job for job in (teacher, student, other_stop)}
 
 
-def _architecture(layers: int, hidden: int, heads: int, ffn: int, std: float) -> dict[str, Any]:
-    return {
-        "model_type": "qwen2",
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "max_position_embeddings": 192,
-        "vocab_size": len(VOCABULARY),
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "initializer_range": std,
-    }
-
-
-TEACHER = _architecture(layers=3, hidden=96, heads=6, ffn=256, std=0.1)
-STUDENT = _architecture(layers=2, hidden=64, heads=4, ffn=128, std=0.12)
-
-
-def _supervised(
-    directory: Path,
-    name: str,
-    seed: int,
-    architecture: dict[str, Any],
-    steps: int,
-    lr: float,
-    batch: int,
-    documents: dict[str, Any],
-) -> Job:
-    """Train on fresh documents, each seen once, from random weights."""
-    options = {"rows": steps * batch, "seed": 1000 + seed, **documents}
+def _supervised(directory: Path, name: str, seed: int) -> Job:
+    """Train a model of MODELS on fresh documents, each seen once, from random weights."""
+    config = _settings("supervised", MODELS[name])
+    steps, lr = config["train"]["steps"], config["optimizer"]["lr"]
+    options = {"rows": steps * config["rollout"]["prompts_per_step"], "seed": 1000 + seed}
     changes = {
         "run": {"name": name, "directory": str(directory)},
-        "student": {"architecture": architecture},
+        "student": {"architecture": {"vocab_size": len(VOCABULARY)}},
         "data": {"train": {"options": options}},
-        "rollout": {"prompts_per_step": batch},
-        "optimizer": {"lr": lr, "min_lr": 0.05 * lr},
-        "train": {"steps": steps, "seed": seed},
+        "optimizer": {"min_lr": 0.05 * lr},
+        "train": {"seed": seed},
     }
     return Job(
         name=f"{directory.name}/{name}",
         directory=directory / name,
         steps=steps,
-        config=_settings("supervised", changes),
+        config=_settings("supervised", MODELS[name], changes),
         seed=seed,
     )
 

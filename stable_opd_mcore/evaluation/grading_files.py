@@ -96,8 +96,7 @@ def grade_files(paths: Sequence[Path], output: Path, settings: FileGradingSettin
     Both replace earlier ones when all rows are graded. Each of several files is a group, unless the
     settings name a column of groups.
 
-    Args:
-        paths: files of JSON Lines with the same columns; STANDARD_INPUT is one of them.
+    The files have the same columns; STANDARD_INPUT may be one of them.
 
     Raises:
         UserError: no such file, no column for the response, no room in `output`.

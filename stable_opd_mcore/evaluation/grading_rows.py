@@ -122,12 +122,9 @@ class ResponseRow(BaseModel):
 def find_columns(lines: Iterable[bytes | None], name: str, given: Columns) -> Columns:
     """The given columns, and usual names that the first readable row with a response has.
 
-    Args:
-        name: the file's name, for errors.
-
     Raises:
         DataError: no row is a JSON object, none has a response under the given or a usual name, or
-            a given column is not in the first that has one.
+            a given column is not in the first that has one; the message begins with `name`.
     """
     asked = {role: column for role, column in asdict(given).items() if column is not None}
     candidates = {role: names.split() for role, names in _USUAL_NAMES.items()}

@@ -101,9 +101,7 @@ def evaluation_sampling(
     config: Config, stop_token_ids: Sequence[int], *, greedy: bool = False, num_samples: int = 1
 ) -> Sampling:
     """The sampling settings of held-out responses; greedy: one response per prompt.
-
-    Args:
-        num_samples: responses per prompt if `evaluation.num_samples` is not set.
+    `num_samples` is the number of responses per prompt if `evaluation.num_samples` is not set.
     """
     settings = config.evaluation
     is_greedy = greedy or settings.temperature == 0

@@ -26,9 +26,8 @@ IDENTITY = "identity.json"
 class ResponseStore:
     """One directory of parts. One process at a time may use it.
 
-    Args:
-        identity: plain values of everything that decides the responses: weights, sampling,
-            problems. Parts of another identity are refused.
+    The identity holds plain values of everything that decides the responses: weights, sampling,
+    problems.
     """
 
     def __init__(self, directory: Path, identity: Mapping[str, Any]):

@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +76,7 @@ def named_runs(runs: Sequence[str | Path | ReportRun]) -> list[ReportRun]:
 
 
 def read_written(run: ReportRun) -> WrittenRun:
-    """
-    Raises:
-        UserError: no metrics.jsonl, or a malformed metrics, settings or results file; the message
-            names it.
-    """
+    """What a run's files hold; a UserError names one that is missing or malformed."""
     results = {path.parent.name: _results(path) for path in run.directory.glob(RESULT_FILES)}
     rows, events = read_run(RunDirectory(run.directory).metrics)
     return WrittenRun(run, rows, events, read_settings(run.directory), results)
@@ -91,9 +86,6 @@ def evaluated_runs(evaluations: Iterable[Path]) -> list[WrittenRun]:
     """The runs of these evaluations (`<run>/evaluation/<model>`) with their settings and results.
 
     Models of no run share one directory in place of a run's, without settings and metrics.
-
-    Raises:
-        UserError: a malformed settings or results file; the message names it.
     """
     results: dict[Path, dict[str, dict[str, dict[str, float]]]] = {}
     for each in evaluations:
@@ -137,13 +129,9 @@ def seeds_together(runs: Sequence[WrittenRun]) -> list[WrittenRun]:
 
 def _in_common(names: Sequence[str]) -> str:
     """The beginning that the names share, without "seed"; else the end that they share."""
-
-    def shared(texts: Iterable[str]) -> str:
-        columns = zip(*texts, strict=False)
-        return "".join(column[0] for column in takewhile(lambda c: len(set(c)) == 1, columns))
-
+    shared = os.path.commonprefix  # by characters
     begin = re.sub(r"[_./-]*(seed\d*)?[_./-]*$", "", shared(names))
-    end = shared(name[::-1] for name in names)[::-1].lstrip("_./-")
+    end = shared([name[::-1] for name in names])[::-1].lstrip("_./-")
     return begin or end or names[0]
 
 

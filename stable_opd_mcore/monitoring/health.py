@@ -52,11 +52,9 @@ def token_metrics(
 
     Log-probabilities, advantages, entropies, KL to the teacher and the clip share are means over
     rollout tokens in the loss (`pg_weight_N` not 0), without golden and masked tokens. KL to the
-    reference is over rows with a KL weight. The share of repetitive tokens is over all scored
-    rollout tokens. Advantage, KL to the teacher and entropy are split by finished and
-    truncated responses and by quarter of the length budget `max_new_tokens`. The rollout gap
-    compares the engine's log-probability of a token with `old_token_logprob_N`, or with the
-    student's if that is None.
+    reference is over rows with a KL weight, the share of repetitive tokens over all scored rollout
+    tokens. Parts are finished and truncated responses and quarters of `max_new_tokens`. The rollout
+    gap is to `old_token_logprob_N`, or to the student's log-probability if that is None.
 
     `loss/*` are sums, like the loss. The total is the sum of the parts, because Megatron scales the
     loss tensor in place. A mean is None if no micro-batch has its values (no teacher, no

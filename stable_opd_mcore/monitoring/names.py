@@ -59,11 +59,7 @@ def name_of(key: str) -> Name | None:
 
 
 def require_known(keys: Iterable[str]) -> None:
-    """Check that every key is listed.
-
-    Raises:
-        ValueError: a key is not; the message names it.
-    """
+    """Raise a ValueError that names the keys that are not listed."""
     unknown = sorted(key for key in keys if name_of(key) is None)
     if unknown:
         raise ValueError(

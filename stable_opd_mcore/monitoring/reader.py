@@ -75,11 +75,9 @@ def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None
 def detail(
     rollout: Rollout, stored: Iterable[TokenText], repeats: int, limits: Limits
 ) -> dict[str, Any]:
-    """The texts of a rollout and, if its tokens are stored, their pieces and values.
+    """The texts of a rollout and, if its tokens are `stored`, their pieces and values.
 
-    Args:
-        stored: the step's tokens.
-        repeats: tokens of the loop that the rollout ends in.
+    The rollout ends in a loop of `repeats` tokens.
     """
     key = (rollout.prompt.prompt_id, rollout.sample_index)
     found = (one for one in stored if (one.prompt_id, one.sample_index) == key)
@@ -142,11 +140,7 @@ def embedded(runs: Sequence[WrittenRun]) -> str:
 
 
 def complete_rollouts(path: Path, limit: int | None = None) -> list[Rollout]:
-    """The first rollouts of a step's file, without a last line that was cut.
-
-    Raises:
-        DataError: as `read_rollouts`.
-    """
+    """The first rollouts of a step's file, without a last line that was cut."""
     lines = path.read_bytes().count(b"\n") if path.is_file() else 0
     return read_rollouts(path, limit=lines if limit is None else min(limit, lines), strict=False)
 

@@ -47,15 +47,11 @@ def write_report(
 ) -> Path:
     """Write the report of `runs` to `output` atomically and return its path.
 
-    Args:
-        runs: run directories, folders of runs, or `ReportRun`s.
-        output: the HTML file; its directory is created.
-        title: the page's heading; None: the names of the runs.
-        caption: a text below it.
+    The runs are directories, folders of runs, or `ReportRun`s. Without a title the heading names
+    them.
 
     Raises:
-        UserError: no runs, a run without metrics.jsonl, or a malformed metrics, config, evaluation
-            or rollout file; the message names file and line.
+        UserError: no runs, or a missing or malformed file; the message names file and line.
     """
     named = named_runs(runs)
     if not named:

@@ -36,11 +36,8 @@ logger = logging.getLogger(__name__)
 class Sinks:
     """All sinks of a run, as one context manager.
 
-    Args:
-        directory: the run directory.
-        config: `run.name` and the `monitoring` section are read.
-        first_step: the first step to write: 0 for a new run, the checkpoint's step + 1 for a
-            resumed one. Existing rows from this step on are dropped.
+    Existing rows from `first_step` on are dropped: 0 in a new run, the checkpoint's step + 1 in a
+    resumed one.
     """
 
     def __init__(self, directory: str | Path, config: Config, first_step: int):
@@ -150,8 +147,7 @@ def read_run(path: str | Path) -> tuple[list[dict[str, Any]], list[dict[str, Any
     and its details. A last line that a kill cut, or that is being written, is left out.
 
     Raises:
-        UserError: the file is missing or empty, a row is malformed or out of order, or an event has
-            no name or no step; the message names file and line.
+        UserError: the file is missing, empty or malformed; the message names file and line.
     """
     path = Path(path)
     if not path.is_file():

@@ -47,11 +47,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases; its own settings hold the account and say whether it is offline.
-
-    Raises:
-        UserError: wandb is not installed, or refuses the run.
-    """
+    """A run of Weights & Biases, whose own settings hold the account and whether it is offline."""
 
     def __init__(self, directory: Path, config: Config):
         try:
@@ -88,9 +84,6 @@ class MlflowSink:
     """A run of the MLflow server or database at `monitoring.mlflow`.
 
     The settings are those of the run's first start: MLflow lets none change.
-
-    Raises:
-        UserError: mlflow is not installed, or the server cannot be used.
     """
 
     def __init__(self, directory: Path, config: Config):

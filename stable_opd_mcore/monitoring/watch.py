@@ -61,14 +61,9 @@ HEADERS = {
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Serves the live view of `runs`; `url` is its address.
+    """Serves the live view at `url`; `port` 0 takes any free one.
 
-    Args:
-        runs: run directories, which need not exist yet, or folders of them.
-        port: 0 takes any free one.
-
-    Raises:
-        UserError: the port is taken.
+    The runs are directories, which need not exist yet, or folders of them.
     """
 
     daemon_threads = True
