@@ -66,9 +66,9 @@ def command(tmp_path):
 
 
 def test_a_user_error_is_one_message_and_exit_code_2(command, monkeypatch, capsys):
-    monkeypatch.setattr("stable_opd_mcore.train.loop.train", raising(ConfigError("mend a=1")))
+    monkeypatch.setattr("stable_opd_mcore.train.loop.train", raising(ConfigError("fix a=1")))
     assert exit_code(monkeypatch, *command) == 2
-    assert capsys.readouterr() == ("", "error: mend a=1\n")
+    assert capsys.readouterr() == ("", "error: fix a=1\n")
 
 
 @pytest.mark.parametrize("error", [ValueError("of torch"), OSError("of a socket")])

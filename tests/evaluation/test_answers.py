@@ -102,7 +102,7 @@ def test_forms_of_the_box(response, expected):
 
 @pytest.mark.parametrize(
     ("response", "last"),
-    [  # of the length of a looping response: seconds if the time were quadratic
+    [  # as long as a looping response: seconds if the time were quadratic
         (r"\boxed{" * 20_000, ""),
         (r"\boxed{a" + " " * 10**5 + "b}", "a" + " " * 10**5 + "b"),
         (r"{\boxed{1}" * 20_000, "1"),

@@ -212,7 +212,7 @@ def test_a_user_s_file_that_fails_ends_the_run(tmp_path, capfd):
 
 
 def test_the_example_of_a_reward():
-    """docs/own_code.md: the format alone is worth half."""
+    """docs/own_code.md: only the format is worth half."""
     path = Path(__file__).parents[2] / "docs/examples/format_reward.py"
     reward = read_user_function(f"{path}:reward", ("row", "response")).load()
     for response, expected in {

@@ -93,7 +93,7 @@ def test_a_budget_of_tokens_sets_the_tail_as_in_a_run_and_one_of_characters_does
 
 def test_half_a_character_is_measured_as_a_whole_one(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"text": each} for each in ("ok", "half \ud83d", "end")])
-    tokenizer = write_model(tmp_path / "model")  # of bytes
+    tokenizer = write_model(tmp_path / "model")  # its tokens are bytes
     found = grade_file(path, tmp_path / "out", FileGradingSettings(tokenizer=tokenizer))
     assert (found["num_rows"], found["num_refused"]) == (3, 0)
     assert [record["length"] for record in records(tmp_path / "out")] == [2, 6, 3]

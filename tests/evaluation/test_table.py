@@ -1,8 +1,10 @@
 """The tables of evaluations whose counts are known."""
 
-from stable_opd_mcore.evaluation.published import COLUMNS, PUBLISHED
+import pytest
+
+from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
 from stable_opd_mcore.evaluation.results import BenchmarkResult, average
-from stable_opd_mcore.evaluation.table import markdown, results_table
+from stable_opd_mcore.evaluation.table import COLUMNS, PUBLISHED, markdown, results_table
 
 RATES = {"truncation_rate": 0.25, "repetition_rate": 0.5, "response_length_mean": 10.0}
 AIME = BenchmarkResult(4, (4, 2, 0, 2), rates=RATES)
@@ -43,3 +45,15 @@ def test_the_papers_layout_with_the_published_rows():
 def test_a_part_of_the_benchmarks_has_no_average_beside_the_papers():
     ours = rows_of(markdown("x", [], BOTH))[2]
     assert ours.count("--") == 5
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['student']} {row['method']}")
+def test_an_average_is_that_of_its_scores(row):
+    if "scores" in row:
+        assert len(row["scores"]) == len(COLUMNS)
+        assert sum(row["scores"]) / len(COLUMNS) == pytest.approx(row["average"], abs=0.06)
+
+
+def test_the_columns_are_the_benchmarks_and_no_row_is_there_twice():
+    assert COLUMNS.keys() == BENCHMARKS.keys()
+    assert len({(row["student"], row["method"]) for row in PUBLISHED}) == len(PUBLISHED)

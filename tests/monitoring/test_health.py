@@ -196,7 +196,7 @@ def test_without_teacher_and_reference_their_numbers_are_undefined():
 
 
 def test_without_advantages_their_means_are_undefined():
-    """As of gkd, lsm and student_topk, and of an own function that returns the loss alone."""
+    """As with gkd, lsm and student_topk, and with an own function that returns only the loss."""
     bare = replace(OUTPUT, advantage_N=None, ratio_clipped_N=None)
     values = token_metrics([bare], [MICROBATCH], BUDGET)().values_by_key()
     advantages = {key: value for key, value in EXPECTED.items() if key.startswith("advantage/")}

@@ -32,7 +32,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prepared(inputs, tmp_path_factory):
-    """The directory of an undisturbed preparation, and the lines that it told."""
+    """The directory of an undisturbed preparation, and the lines that it printed."""
     lines = []
     directory = tmp_path_factory.mktemp("prepared") / "data"
     prepare_data(small_preparation(inputs[0], directory), lines.append)

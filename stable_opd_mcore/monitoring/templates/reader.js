@@ -208,7 +208,7 @@
     if (found.gap) spans.splice(found.gap.at, 0, element("span", `\n… ${found.gap.tokens.toLocaleString("en-US")} tokens are left out …\n`, "gap"));
     tokens.append(...spans);
     if (values) heading.append(scale(colouring, top));
-    const point = (index) => tell(readout, found, index);
+    const point = (index) => showValues(readout, found, index);
     tokens.addEventListener("pointerover", ({ target }) => { if (target.dataset.at !== undefined) point(Number(target.dataset.at)); });
     tokens.addEventListener("keydown", (event) => {
       const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -10, ArrowDown: 10, Home: -1e9, End: 1e9 }[event.key];
@@ -248,7 +248,7 @@
     return shown;
   }
 
-  function tell(readout, found, index) {
+  function showValues(readout, found, index) {
     const parts = COLOURINGS.filter(({ key }) => key && key !== "repetition" && found.values[key]?.[index] !== null && found.values[key]?.[index] !== undefined)
       .map(({ key, name }) => ` · ${name} ${shortNumber(found.values[key][index])}`);
     const place = found.gap && index >= found.gap.at ? index + found.gap.tokens : index;

@@ -17,7 +17,7 @@
     status.className = `pill ${kind}`;
   }
 
-  function tell(runs) {
+  function showState(runs) {
     const started = runs.filter((run) => run.step !== null);
     if (!started.length) return say("waiting for the first step", "");
     const [run] = started.sort((a, b) => a.age - b.age);
@@ -43,7 +43,7 @@
   async function look() {
     try {
       const found = await (await fetch("version")).json();
-      tell(found.runs);
+      showState(found.runs);
       if (version !== null && version !== found.version) await takeContent();
       version = found.version;
       await window.reader.refresh(found.runs);
