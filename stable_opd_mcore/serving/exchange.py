@@ -1,8 +1,4 @@
-"""One HTTP request, over a connection of its own, as a coroutine with a deadline.
-
-Not here: what SGLang is asked and what it replies (requests.py, replies.py), and which process
-sends it (http_worker.py).
-"""
+"""One HTTP request, over a connection of its own, as a coroutine with a deadline."""
 
 from __future__ import annotations
 
@@ -13,13 +9,14 @@ import functools
 import random
 import socket
 import ssl
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import h11
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.serving import timeouts
+from stable_opd_mcore.serving.requests import Request
 
 _TCP_KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -29,7 +26,7 @@ _TCP_KEEPALIVE = (
 )
 _READ_BYTES = 2**20
 _MAX_PAUSE_SECONDS = 2.0
-# The machine of this process, not the server, lacks something for a moment
+# This machine, not the server, lacks something for a moment
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 
@@ -40,7 +37,7 @@ class ServerFailure(RuntimeError):
     """
 
     def __init__(self, url: str, kind: str, detail: str, transient: bool = False) -> None:
-        super().__init__(url, kind, detail, transient)  # all of them, so that it can be pickled
+        super().__init__(url, kind, detail, transient)  # all, so that it can be pickled
         self.url = url
         self.kind = kind
         self.detail = detail
@@ -76,24 +73,35 @@ def pause_seconds(attempt: int) -> float:
 
 async def exchange(
     server: Server,
-    method: str,
-    path: str,
-    body: bytes,
-    max_bytes: int,
+    request: Request[Any],
+    timeout_seconds: float,
     connecting: asyncio.Semaphore | None = None,
 ) -> tuple[int, bytearray]:
-    """Status and content of the reply. The caller sets a deadline for all of it.
+    """Status and content of the reply.
 
     SGLang closes idle connections after 5 s, and a request sent at that moment is lost, so none is
     kept. A machine that sends no packet for timeouts.SILENCE is unreachable, whatever the deadline.
 
     Args:
+        timeout_seconds: for all of it.
         connecting: bounds how many connections are opened at a time.
 
     Raises:
-        ServerFailure: unreachable, not HTTP, or more than `max_bytes`.
+        ServerFailure: unreachable, too late, not HTTP, or longer than the request allows.
+        UserError: see `Request.body`; nothing is sent.
     """
-    parts = urlsplit(server.url)
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            return await _exchange(server, request, connecting)
+    except TimeoutError as error:
+        detail = f"{request.path}: no reply within {timeout_seconds:g} s"
+        raise ServerFailure(server.url, "timeout", detail) from error
+
+
+async def _exchange(
+    server: Server, request: Request[Any], connecting: asyncio.Semaphore | None
+) -> tuple[int, bytearray]:
+    parts, path, body = urlsplit(server.url), request.path, request.body()
     async with connecting or contextlib.nullcontext():
         reader, writer = await _connected(server.url, path)
     try:
@@ -109,10 +117,10 @@ async def exchange(
         if server.api_key is not None:
             headers.append(("Authorization", f"Bearer {server.api_key}"))
         protocol = h11.Connection(h11.CLIENT)
-        head = h11.Request(method=method, target=parts.path + path, headers=headers)
+        head = h11.Request(method=request.method, target=parts.path + path, headers=headers)
         writer.write(b"".join(filter(None, map(protocol.send, (head, h11.Data(data=body))))))
         protocol.send(h11.EndOfMessage())  # a request of known length ends without a byte
-        return await _reply(server.url, path, reader, protocol, max_bytes)
+        return await _reply(server.url, path, reader, protocol, request.max_reply_bytes)
     except (OSError, h11.RemoteProtocolError) as error:
         detail = f"{path}: {error!r}"
         raise ServerFailure(server.url, "unreachable", detail, transient=True) from error

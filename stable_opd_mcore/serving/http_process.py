@@ -1,11 +1,11 @@
 """The trainer's side of the process that talks to servers (http_worker.py).
 
-Every request of this process goes through it. It starts with the first one, and once more if it
-was killed; the requests that it had then fail as transient. SglangClient is the way to use it:
+Every request of this process goes through it. It starts with the first one, and again if it was
+killed; the requests that it had then fail as transient. Use it through SglangClient:
 
     reply = client.submit(request)  # a Future, which does not block
-    reply.add_done_callback(...)  # called in the one thread that reads replies: it may submit, and
-                                  # must not wait for another reply; of a cancelled one at once
+    reply.add_done_callback(...)  # called in the only thread that reads replies: it may submit, and
+                                  # must not wait for another reply; if cancelled, called at once
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from typing import Any
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.serving.channel import Channel
-from stable_opd_mcore.serving.exchange import ServerFailure
+from stable_opd_mcore.serving.exchange import Server, ServerFailure
+from stable_opd_mcore.serving.requests import Request
 
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[2:]; "
     "from stable_opd_mcore.serving.http_worker import main; main(int(sys.argv[1]))"
 )
-_ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}  # numpy starts them, for nothing
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # numpy would start more
 _JOIN_SECONDS = 10.0
 _log = logging.getLogger("stable_opd_mcore.serving")
 
@@ -70,12 +68,20 @@ class HttpProcess:
             self._process.kill()
             self._reader.join(_JOIN_SECONDS)
 
-    def submit(self, kind: str, *arguments: Any) -> Future[Any]:
-        """Hand over a message with a reply; its kind and arguments are those of `Worker`."""
+    def submit(
+        self,
+        client: int,
+        server: Server,
+        request: Request[Any],
+        timeout_seconds: float,
+        delay_seconds: float = 0.0,
+    ) -> Future[Any]:
+        """See `SglangClient.submit`; `client` is the number that `close_client` takes."""
         reply: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
-            self._tell(kind, number, *arguments)
+            message = (number, client, server, request, timeout_seconds, delay_seconds)
+            self._post("send", *message)
             self._pending[number] = reply
         reply.add_done_callback(lambda _: self._forget(number))
         return reply
@@ -84,25 +90,26 @@ class HttpProcess:
         """Fail what the client has sent and will send."""
         with self._lock:
             if self._channel is not None:
-                self._tell("close", client)
+                self._post("close", client)
 
     def use_tokenizer(self, content: str) -> None:
         """Decode the responses that end from now on by this tokenizer.json."""
         with self._lock:
             self._tokenizer = content
             if self._channel is not None:
-                self._tell("use_tokenizer", content)
+                self._post("use_tokenizer", content)
 
-    def _tell(self, *message: Any) -> None:
+    def _post(self, *message: Any) -> None:
+        """Send a message: a method of `Worker` and its arguments."""
         channel = self._channel or self._start()
         with contextlib.suppress(OSError):  # it was killed: the thread that reads replies notices
             channel.send(message)
 
     def _forget(self, number: int) -> None:
         with self._lock:
-            waits = self._pending.pop(number, None) is not None
-            if waits and self._channel is not None:  # its future was cancelled
-                self._tell("cancel", number)
+            is_cancelled = self._pending.pop(number, None) is not None
+            if is_cancelled and self._channel is not None:
+                self._post("cancel", number)
 
     def _start(self) -> Channel:
         if self._is_over:
@@ -122,7 +129,7 @@ class HttpProcess:
         except (EOFError, OSError):
             error = UserError(
                 f"the process that talks to servers ended with code {process.wait()} as it "
-                "started; its last words are above"
+                "started; its last output is above"
             )
         if error is not None:
             raise error
@@ -143,7 +150,8 @@ class HttpProcess:
                 break
             with self._lock:
                 reply = self._pending.pop(number, None)
-            _set(reply, result)
+            if reply is not None:
+                _set(reply, result)
         with self._lock:
             lost, self._pending, self._channel = self._pending, {}, None
         code = process.wait()
@@ -155,8 +163,8 @@ class HttpProcess:
             _set(reply, ServerFailure("this machine", "unreachable", detail, transient=True))
 
 
-def _set(reply: Future[Any] | None, result: Any) -> None:
-    if reply is None or not reply.set_running_or_notify_cancel():
+def _set(reply: Future[Any], result: Any) -> None:
+    if not reply.set_running_or_notify_cancel():
         return  # it was cancelled
     if isinstance(result, BaseException):
         reply.set_exception(result)

@@ -16,23 +16,20 @@ import signal
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-import orjson
 from tokenizers import Tokenizer
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.serving.channel import Channel
 from stable_opd_mcore.serving.exchange import Server, ServerFailure, exchange
 from stable_opd_mcore.serving.replies import content_of, read_completion, read_scores
-from stable_opd_mcore.serving.requests import Call, Completion, Generation, Scoring
+from stable_opd_mcore.serving.requests import Call, Completion, Generation, Request, Scoring
 
 _MAX_CONNECTING = 128  # connections that are being opened
-_OTHER_FILES = 64  # that this process has open, connections of calls and probes included
+_OTHER_FILES = 64  # files that this process has open, with the connections of calls and probes
 _LEAST_FILES = 512
 _WATCH_SECONDS = 1.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -98,20 +95,25 @@ class Worker:
             except OSError:
                 os._exit(0)
 
-    # ---- messages of the parent
+    # ---- messages of the parent, on the loop
 
     def send(
         self,
         number: int,
         client: int,
         server: Server,
-        request: Generation | Scoring | Call,
+        request: Request[Any],
         timeout_seconds: float,
         delay_seconds: float,
     ) -> None:
-        """Fulfil a request, after a delay. The time-out is of the whole exchange."""
-        work = self._send_after(delay_seconds, server, request, timeout_seconds)
-        self._start(number, client, server.url, work)
+        """Fulfil a request after a delay."""
+        work = self._fulfil(server, request, timeout_seconds, delay_seconds)
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[number] = task
+        self._of_client[client].add(number)
+        task.add_done_callback(partial(self._answer, number, client, server.url))
+        if client in self._closed:
+            task.cancel()
 
     def cancel(self, number: int) -> None:
         """Nobody waits for this request any more."""
@@ -128,15 +130,7 @@ class Worker:
         """Decode the responses that end from now on by this tokenizer.json."""
         self._tokenizer = Tokenizer.from_str(content)
 
-    # ---- on the loop
-
-    def _start(self, number: int, client: int, url: str, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[number] = task
-        self._of_client[client].add(number)
-        task.add_done_callback(partial(self._answer, number, client, url))
-        if client in self._closed:
-            task.cancel()
+    # ---- one request
 
     def _answer(self, number: int, client: int, url: str, task: asyncio.Task[Any]) -> None:
         del self._tasks[number]
@@ -153,65 +147,33 @@ class Worker:
             result = RuntimeError(f"in the process that talks to servers:\n{text}")
         self._answers.put((number, result))
 
-    async def _send_after(
-        self,
-        delay_seconds: float,
-        server: Server,
-        request: Generation | Scoring | Call,
-        timeout_seconds: float,
+    async def _fulfil(
+        self, server: Server, request: Request[Any], timeout_seconds: float, delay_seconds: float
     ) -> Any:
         await asyncio.sleep(delay_seconds)
-        return await self._fulfil(server, request, timeout_seconds)
-
-    async def _fulfil(
-        self, server: Server, request: Generation | Scoring | Call, timeout_seconds: float
-    ) -> Any:
-        if isinstance(request, Call):
-            body = b"" if request.payload is None else orjson.dumps(request.payload)
-            limit, method, path = request.max_bytes, request.method, request.path
-            reply = await self._exchange(server, method, path, body, limit, timeout_seconds, None)
-            return content_of(server.url, path, *reply)
-        body = orjson.dumps(request.payload(), option=orjson.OPT_SERIALIZE_NUMPY)
-        limit = request.max_reply_bytes
+        if isinstance(request, Call):  # health probes do not queue behind responses
+            reply = await exchange(server, request, timeout_seconds)
+            return content_of(server.url, request.path, *reply)
         async with self._connections:
-            status, content = await self._exchange(
-                server, "POST", "/generate", body, limit, timeout_seconds, self._connecting
-            )
+            reply = await exchange(server, request, timeout_seconds, self._connecting)
         async with self._reading:
             await asyncio.sleep(0)  # whoever waits for the loop has a turn now
-            reply = content_of(server.url, "/generate", status, content)
+            content = content_of(server.url, request.path, *reply)
             try:
                 if isinstance(request, Scoring):
-                    return read_scores(reply, request)
-                return self._with_text(read_completion(reply, request), request)
+                    return read_scores(content, request)
+                assert isinstance(request, Generation)
+                return self._with_text(read_completion(content, request), request)
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 detail = f"{type(error).__name__}: {error}"
                 raise ServerFailure(server.url, "garbage", detail, transient=True) from error
 
-    async def _exchange(
-        self,
-        server: Server,
-        method: str,
-        path: str,
-        body: bytes,
-        max_bytes: int,
-        timeout_seconds: float,
-        connecting: asyncio.Semaphore | None,
-    ) -> tuple[int, bytearray]:
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                return await exchange(server, method, path, body, max_bytes, connecting)
-        except TimeoutError as error:
-            detail = f"{path}: no reply within {timeout_seconds:g} s"
-            raise ServerFailure(server.url, "timeout", detail) from error
-
     def _with_text(self, completion: Completion, request: Generation) -> Completion:
         if self._tokenizer is None or completion.finish_reason == "abort":
             return completion
-        begun = np.asarray(request.token_ids, np.int32)[
-            len(request.token_ids) - request.num_drawn :
-        ]
-        ids = np.concatenate([begun, completion.token_ids]).tolist()
+        num_prompt_tokens = len(request.token_ids) - request.num_sampled
+        begun = map(int, request.token_ids[num_prompt_tokens:])
+        ids = [*begun, *completion.token_ids.tolist()]
         if completion.finish_reason == "stop":
             ids.pop()
         text = self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,41 +1,71 @@
 """What servers are asked, and what the answers are: plain records.
 
-Not here: sending (http_worker.py) and checking replies (replies.py).
+Letters: L tokens of a response.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.records import FinishReason, Routing, Sampling
+from stable_opd_mcore.records import FinishReason, Routing, Sampling, SequenceScores
 
 _EXCLUDED_LOGIT_BIAS = -1e9  # gives probability 0; JSON has no infinity
 # Every sampling setting is sent: for those left out, a server may have defaults of its own.
 _PLAIN_SAMPLING = {"top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "repetition_penalty": 1.0}
 _PLAIN_SAMPLING |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
-MAX_REPLY_BYTES = 32 * 1024**2  # of routes other than /generate
+_MAX_REPLY_BYTES = 32 * 1024**2  # of routes other than /generate
 _BYTES_PER_ENTRY = 256  # of a reply, per token and listed log-probability; SGLang sends up to 60
 
 
+Reply = TypeVar("Reply")
+
+
+class Request(Generic[Reply]):
+    """One request, whose reply is read into a `Reply`."""
+
+    method: str = "POST"
+    path: str = "/generate"
+
+    @property
+    def max_reply_bytes(self) -> int:
+        """A longer reply is refused."""
+        return _MAX_REPLY_BYTES
+
+    def payload(self) -> Mapping[str, Any] | None:
+        """The body before it is encoded; None: no body.
+
+        Raises:
+            UserError: an id is outside the vocabulary, which would crash the server.
+        """
+        raise NotImplementedError
+
+    def body(self) -> bytes:
+        payload = self.payload()
+        return b"" if payload is None else orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
 @dataclass(frozen=True)
-class Call:
-    """A request to a route other than /generate."""
+class Call(Request[Any]):
+    """A request with a JSON reply."""
 
     method: str
     path: str
-    payload: Mapping[str, Any] | None = None
-    max_bytes: int = MAX_REPLY_BYTES  # a longer reply is refused
+    content: Mapping[str, Any] | None = None
+
+    def payload(self) -> Mapping[str, Any] | None:
+        return self.content
 
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """One drawn response of L tokens, or the rest of one."""
+    """One sampled response of L tokens, or the rest of one."""
 
     token_ids: NDArray[np.int32]  # [L], with its stop token
     logprobs: NDArray[np.float32]  # [L], full softmax at the sampling temperature
@@ -52,30 +82,26 @@ class Completion:
 
 
 @dataclass(frozen=True, eq=False)
-class Generation:
+class Generation(Request[Completion]):
     """A request for one response to a prompt, or for the rest of one."""
 
     token_ids: Sequence[int] | NDArray[np.int32]
     sampling: Sampling
     vocab_size: int  # no id at or above it is sent or accepted
-    padded_vocab_size: int = 0  # rows of the served model; those from vocab_size on are not drawn
-    routing: Routing | None = None  # the experts that the server chose are wanted
-    num_drawn: int = 0  # so many token_ids, the last ones, begin the response
+    padded_vocab_size: int = 0  # rows of the served model; ids from vocab_size on are not sampled
+    routing: Routing | None = None  # ask for the experts that the server chose
+    num_sampled: int = 0  # so many token_ids, the last ones, begin the response
 
     @property
     def max_reply_bytes(self) -> int:
         longest = self.sampling.max_new_tokens
         positions = len(self.token_ids) + longest
         routing_bytes = 0 if self.routing is None else 6 * self.routing.per_position  # base64
-        return MAX_REPLY_BYTES + _BYTES_PER_ENTRY * longest + routing_bytes * positions
+        return _MAX_REPLY_BYTES + _BYTES_PER_ENTRY * longest + routing_bytes * positions
 
     def payload(self) -> dict[str, Any]:
-        """The body of /generate.
-
-        Raises:
-            UserError: an id is outside the vocabulary, which would crash the server.
-        """
-        require_in_vocabulary(self.token_ids, self.vocab_size)
+        """See `Request.payload`."""
+        _require_in_vocabulary(self.token_ids, self.vocab_size)
         padding = range(self.vocab_size, self.padded_vocab_size)
         return {
             "input_ids": self.token_ids,
@@ -99,7 +125,7 @@ UNUSED_POSITIONS = 7  # SGLang refuses sequences that are longer than its window
 
 
 @dataclass(frozen=True, eq=False)
-class Scoring:
+class Scoring(Request[SequenceScores]):
     """A request for the log-probabilities of a given sequence."""
 
     token_ids: Sequence[int] | NDArray[np.int32]
@@ -112,16 +138,12 @@ class Scoring:
     @property
     def max_reply_bytes(self) -> int:
         entries = 1 + self.top_k + len(self.extra_ids)
-        return MAX_REPLY_BYTES + _BYTES_PER_ENTRY * len(self.token_ids) * entries
+        return _MAX_REPLY_BYTES + _BYTES_PER_ENTRY * len(self.token_ids) * entries
 
     def payload(self) -> dict[str, Any]:
-        """The body of /generate.
-
-        Raises:
-            UserError: an id is outside the vocabulary, which would crash the server.
-        """
+        """See `Request.payload`."""
         assert self.start >= 1, "nothing predicts a sequence's first token"
-        require_in_vocabulary(self.token_ids, self.vocab_size)
+        _require_in_vocabulary(self.token_ids, self.vocab_size)
         return {
             "input_ids": self.token_ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -134,16 +156,12 @@ class Scoring:
         }
 
 
-def require_in_vocabulary(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) -> None:
-    """Refuse ids that would crash SGLang's scheduler.
-
-    Raises:
-        UserError: an id is outside [0, vocab_size).
-    """
+def _require_in_vocabulary(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) -> None:
+    """Raise UserError for an id outside [0, vocab_size)."""
     ids = np.asarray(token_ids)
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise UserError(
-            f"token id {outside[0]} is outside the server's vocabulary of {vocab_size}: not sent; "
-            "the tokenizer belongs to another model"
+            f"token id {outside[0]} is outside the server's vocabulary of {vocab_size}, and is not "
+            "sent: the tokenizer belongs to another model; set tokenizer.path to the student's"
         )

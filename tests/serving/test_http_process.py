@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.serving.client import ServerFailure, SglangClient
+from stable_opd_mcore.serving.exchange import Server
 from stable_opd_mcore.serving.http_process import HTTP, HttpProcess
 from stable_opd_mcore.serving.requests import Call, Generation, Scoring
 from tests.serving.fake_teacher import fake_teacher
@@ -104,10 +105,10 @@ def test_a_process_that_cannot_start_is_an_error_of_the_first_request(monkeypatc
     program += "from stable_opd_mcore.serving.http_worker import main; main(int(sys.argv[1]))"
     monkeypatch.setattr("stable_opd_mcore.serving.http_process._PROGRAM", program)
     with pytest.raises(UserError, match=r"at least 512 open files.*limit of 200 .*ulimit -Hn"):
-        HttpProcess().submit("send", 0, SglangClient(silent).server, HEALTH, 1.0, 0.0)
+        HttpProcess().submit(0, Server(silent, None), HEALTH, 1.0)
     monkeypatch.setattr("stable_opd_mcore.serving.http_process._PROGRAM", "raise SystemExit(3)")
     with pytest.raises(UserError, match="ended with code 3 as it started"):
-        HttpProcess().submit("send", 0, SglangClient(silent).server, HEALTH, 1.0, 0.0)
+        HttpProcess().submit(0, Server(silent, None), HEALTH, 1.0)
 
 
 def test_a_cancelled_request_leaves_its_server():
@@ -141,14 +142,11 @@ def test_requests_beyond_the_open_files_wait_for_their_turn(silent, monkeypatch)
     program += "from stable_opd_mcore.serving.http_worker import main; main(int(sys.argv[1]))"
     monkeypatch.setattr("stable_opd_mcore.serving.http_process._PROGRAM", program)
     process, request = HttpProcess(), Generation((1,), Sampling(), 5)
-    full = [
-        process.submit("send", 0, SglangClient(silent).server, request, 600.0, 0.0)
-        for _ in range(700)
-    ]
+    full = [process.submit(0, Server(silent, None), request, 600.0) for _ in range(700)]
     with http_server(lambda _: (200, b"{}")) as url:
-        server = SglangClient(url).server
-        process.submit("send", 1, server, HEALTH, 60.0, 0.0).result(60)
-        later = process.submit("send", 1, server, Generation((1,), Sampling(), 5), 60.0, 0.0)
+        server = Server(url, None)
+        process.submit(1, server, HEALTH, 60.0).result(60)
+        later = process.submit(1, server, Generation((1,), Sampling(), 5), 60.0)
         process.close_client(0)
         assert "garbage: KeyError" in str(later.exception(60)), "it was sent, and {} is no response"
     assert {str(reply.exception(60)) for reply in full} == {
@@ -177,7 +175,7 @@ def test_text_is_of_the_whole_response_without_its_stop_token():
         [response_of("stop", 3, 5), response_of("length", 3, 4), response_of("abort", 3)]
     )
     sampling = Sampling(max_new_tokens=2, stop_token_ids=(5,))
-    request = Generation((1, 2, 6), sampling, 8, num_drawn=1)
+    request = Generation((1, 2, 6), sampling, 8, num_sampled=1)
     with http_server(lambda _: (200, json.dumps(next(replies)).encode())) as url:
         client = SglangClient(url)
         texts = [client.submit(request).result().text for _ in range(3)]

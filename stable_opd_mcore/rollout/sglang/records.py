@@ -107,7 +107,7 @@ class Task:
             request,
             token_ids=token_ids,
             sampling=replace(request.sampling, max_new_tokens=left),
-            num_drawn=len(so_far),
+            num_sampled=len(so_far),
         )
 
 

@@ -160,7 +160,7 @@ def test_aborted_responses_go_on_from_their_tokens_over_two_publishes(tmp_path):
         assert answer.token_ids.tolist() == list(range(2, 10))
         assert answer.segments == (Segment(3, 0), Segment(3, 1), Segment(2, 2))
         assert (len(answer.logprobs), answer.finish_reason) == (8, "length")
-    asked = [(r.num_drawn, r.sampling.max_new_tokens) for r in client.requests]
+    asked = [(r.num_sampled, r.sampling.max_new_tokens) for r in client.requests]
     assert asked == [(0, 8), (0, 8), (3, 5), (3, 5), (6, 2), (6, 2)]
     assert dispatcher.take_metrics()["engine/continued"] == Sum(4)
     dispatcher.close()
