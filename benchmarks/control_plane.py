@@ -33,7 +33,8 @@ from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
-from stable_opd_mcore.rollout.sglang.records import Answer, Draw, Job
+from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests
+from stable_opd_mcore.rollout.unfinished import not_begun
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.http_process import HTTP
 from stable_opd_mcore.serving.requests import Generation, Scoring
@@ -184,13 +185,19 @@ def drawn(
         fleet = Fleet(members, EventLog(log))
         dispatcher, child, here = Dispatcher(fleet), child_seconds(), time.process_time()
         began = time.perf_counter()
-        jobs = [Job(request, lambda *_: True, [Answer()], 0) for request in requests]
+        jobs = [
+            PromptRequests(
+                request,
+                lambda *_: True,
+                [not_begun(Prompt(f"p:{n}", "", prompts[n]), 0, 0)],
+                0,
+            )
+            for n, request in enumerate(requests)
+        ]
         dispatcher.submit(jobs)
         meanwhile(lambda: all(job.is_done for job in jobs))
         dispatcher.wait(jobs)
-        rollouts = Draw(
-            tuple(Prompt(f"p:{n}", "", p) for n, p in enumerate(prompts)), sampling, jobs
-        ).rollouts()
+        rollouts = [rollout for job in jobs for rollout in job.rollouts]
         seconds = {"trainer": time.process_time() - here, "child": child_seconds() - child}
         seconds["wall"] = time.perf_counter() - began
         assert {len(rollout.token_ids) for rollout in rollouts} == {tokens}

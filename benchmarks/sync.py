@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
@@ -55,7 +55,7 @@ from stable_opd_mcore.models.gpt import build_model  # noqa: E402
 from stable_opd_mcore.parallel.world import start_world, stop_world  # noqa: E402
 from stable_opd_mcore.rollout.sglang.build import model_config, write_model_config  # noqa: E402
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport  # noqa: E402
-from stable_opd_mcore.rollout.sglang.sync import publish_weights  # noqa: E402
+from stable_opd_mcore.rollout.sglang.sync import push_once  # noqa: E402
 from stable_opd_mcore.rollout.sglang.transports import (  # noqa: E402
     DiskTransport,
     Target,
@@ -180,19 +180,12 @@ class TimedClient(SglangClient):
         super().__init__(url, api_key=api_key)
         self.spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
-    def call(
-        self,
-        method: str,
-        path: str,
-        payload: Mapping[str, Any] | None = None,
-        timeout_seconds: float | None = None,
-        **options: Any,
-    ) -> Any:
+    def submit(self, request: Any, *arguments: Any, **options: Any) -> Any:
         began = time.perf_counter()
-        try:
-            return super().call(method, path, payload, timeout_seconds, **options)
-        finally:
-            self.spans[path].append((began, time.perf_counter()))
+        reply = super().submit(request, *arguments, **options)
+        spans = self.spans[request.path]
+        reply.add_done_callback(lambda _: spans.append((began, time.perf_counter())))
+        return reply
 
     def seconds(self, prefix: str) -> float:
         """The time of the requests whose path begins with `prefix`."""
@@ -207,7 +200,7 @@ def publish(chunks, client: TimedClient, transport: Transport, bucket_bytes: int
     version = next(VERSIONS)
     client.spans.clear()
     began = time.perf_counter()
-    outcome = publish_weights(
+    outcome = push_once(
         chunks,
         [Target("server", client, 1)],
         transport,

@@ -3,33 +3,27 @@
 Each distinct prefix of a batch is run once; its keys and values are then repeated for its samples,
 and all rows are decoded one token a step. Finished rows leave the batch. A token's noise depends
 only on seed, step, prompt, sample and position (noise.py), so batch size, other rows and the
-parallel layout do not change what is drawn.
+parallel layout do not change what is sampled.
 
 Megatron's layers run without its model around them (inference.py), and with their own cache of keys
 and values (kv_cache.py): Megatron's static cache rotates every cached key again at each step (2.4
 times the whole step's cost at 4 layers of 256), has no mask for padding after the prompt, and
-cannot drop rows.
+cannot drop rows. The trained weights themselves are read, so `publish` sends nothing.
 
-On a GPU there is no second copy of the weights. On a CPU there is one while `generate` runs, in
-oneDNN's layout, with which the products of a few rows take about half the time: 4 bytes a weight in
-fp32, given back before scores and gradients need memory.
-
-Replicas that share out experts run every forward pass together: one that has no row left runs a
-token of padding until all have finished.
+Replicas that share experts run every forward pass together: one that has no row left runs a token
+of padding until all have finished.
 
 `prefetch` decodes at once, in the trainer's own process: it saves no time, but rollouts are as old
-as those of servers would be, and the same in every run. A response that goes on after an update is
-decoded from its prompt and tokens anew, so its old tokens are read with the new weights.
+as those of servers would be, and the same in every run. A response that continues after an update
+is decoded anew from its prompt and tokens, so the new weights read its old tokens.
 
-Ordering: the trained weights themselves are read, so `publish` sends nothing. Not here: servers,
-weight transfer. Letters: P prefixes, R rollouts of one batch, B rows still running, L new tokens, T
-prefix slots, H hidden size, V vocabulary.
+Letters: P prefixes, R rollouts of one batch, B rows still running, L new tokens, T prefix slots, H
+hidden size, D half the size of a head, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
@@ -42,18 +36,18 @@ from torch import Tensor
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import rotary_frequencies
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
-from stable_opd_mcore.models.linear import linear, packed
+from stable_opd_mcore.models.linear import linear
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import Prompt, Rollout, Sampling, Segment
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine, check_prompts
 from stable_opd_mcore.rollout.inference import inference_mode, run_layers
 from stable_opd_mcore.rollout.kv_cache import KVCache
 from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
+from stable_opd_mcore.rollout.unfinished import extended, is_finished, not_begun
 
 # Finished rows are dropped when at most this share of the batch is still running. Between 0.75 and
 # 0.9 the time is the same; never dropping takes three times as long on a long-tailed batch.
 _COMPACT_BELOW = 0.85
-_NO_TOKENS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 @dataclass(eq=False)
@@ -68,11 +62,11 @@ class EmbeddedEngine(RolloutEngine):
     world: World
     decode: Callable[[Sequence[int]], str]  # token ids (no stop token) to text
     _: KW_ONLY
-    vocab_size: int  # of the tokenizer of student and teacher; larger ids are never drawn
-    max_rows: int = 256  # responses decoded at once; more are drawn in several batches
+    vocab_size: int  # of the tokenizer of student and teacher; larger ids are never sampled
+    max_rows: int = 256  # responses decoded at once; more are sampled in several batches
     progress: Callable[[], None] = lambda: None  # called after each decoded token of the batch
-    max_staleness: int = 0  # as rollout.max_staleness
-    partial: bool = False  # as rollout.partial
+    max_staleness: int = 0  # rollout.max_staleness
+    partial: bool = False  # rollout.partial
 
     def __post_init__(self) -> None:
         self._chunks: list[HiddenStatesGPTModel] = unwrap_model(list(self.chunks))
@@ -84,7 +78,7 @@ class EmbeddedEngine(RolloutEngine):
                 f"{self.vocab_size} of its tokenizer: it belongs to another tokenizer"
             )
         self._window = architecture.max_positions
-        # what is drawn of a step, to its end or not; evaluations differ in sampling or step
+        # responses sampled ahead by step, finished or not; evaluations differ in sampling or step
         self._ahead: dict[tuple[int, Sampling], list[Rollout]] = {}
 
     def generate(
@@ -97,11 +91,11 @@ class EmbeddedEngine(RolloutEngine):
     def prefetch(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
     ) -> None:
-        """Draw the step's rollouts to the end, or with `partial` to their share of the budget.
+        """Sample the step's rollouts to the end, or with `partial` to their share of the budget.
 
-        Of the weights that are n updates older than `weight_version` that share is
-        (max_staleness + 1 - n) / (max_staleness + 1), so a response has a segment of each. Then a
-        call that is repeated with the same weights changes nothing.
+        With weights that are n updates older than `weight_version` that share is
+        (max_staleness + 1 - n) / (max_staleness + 1), so each version samples a segment. A call
+        that is repeated with the same weights changes nothing.
         """
         check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=self._window)
         length = sampling.max_new_tokens
@@ -117,26 +111,25 @@ class EmbeddedEngine(RolloutEngine):
     def _continue(
         self, prompts: Sequence[Prompt], sampling: Sampling, step: int, length: int
     ) -> list[Rollout]:
-        """What is drawn ahead of the step, or nothing yet, decoded until each response ends or has
-        `length` tokens.
-        """
+        """The step's rollouts, decoded until each response ends or has `length` tokens. They
+        continue what was sampled ahead."""
         rollouts = self._ahead.pop((step, sampling), None) or [
-            Rollout(prompt, sample, _NO_TOKENS, _NO_LOGPROBS, "abort", self.weight_version)
+            not_begun(prompt, sample, self.weight_version)
             for prompt in prompts
             for sample in range(sampling.num_samples)
         ]
         waiting: dict[int, list[int]] = {}  # places of unfinished rollouts by their length
         for place, rollout in enumerate(rollouts):
-            if rollout.finish_reason == "abort" and len(rollout.token_ids) < length:
+            if not is_finished(rollout) and len(rollout.token_ids) < length:
                 waiting.setdefault(len(rollout.token_ids), []).append(place)
         if not self._some_replica_runs(bool(waiting)):
             return rollouts
-        with inference_mode(self._chunks), self._packed_head():
-            for drawn, places in sorted(waiting.items()):
+        with inference_mode(self._chunks):
+            for num_sampled, places in sorted(waiting.items()):
                 for start in range(0, len(places), self.max_rows):
                     batch = places[start : start + self.max_rows]
-                    longer = self._draw(
-                        [rollouts[place] for place in batch], sampling, step, length - drawn
+                    longer = self._extend(
+                        [rollouts[place] for place in batch], sampling, step, length - num_sampled
                     )
                     for place, rollout in zip(batch, longer, strict=True):
                         rollouts[place] = rollout
@@ -145,7 +138,7 @@ class EmbeddedEngine(RolloutEngine):
                 self._run(padding_BT, self._new_cache([1], 1))
         return rollouts
 
-    def _draw(
+    def _extend(
         self, rollouts: Sequence[Rollout], sampling: Sampling, step: int, num_tokens: int
     ) -> list[Rollout]:
         """Decode up to `num_tokens` more tokens of rollouts that have equally many, together."""
@@ -245,7 +238,7 @@ class EmbeddedEngine(RolloutEngine):
         return bool(running)
 
     def _forward(self, tokens_BT: Tensor, cache: KVCache) -> Tensor | None:
-        """As `_run`, when the other replicas are ready for it, too."""
+        """`_run`, when the other replicas are ready for it too."""
         self._some_replica_runs(True)
         return self._run(tokens_BT, cache)
 
@@ -276,8 +269,8 @@ class EmbeddedEngine(RolloutEngine):
     def _sample(
         self, hidden_BH: Tensor | None, keys_B: Tensor, position: int, sampling: Sampling
     ) -> tuple[Tensor, Tensor]:
-        """Draw on the last stage and broadcast to the replica: tokens_B, logprobs_B."""
-        drawn_2B = torch.empty(2, len(keys_B), dtype=torch.float64, device=keys_B.device)
+        """Sample on the last stage and broadcast to the replica: tokens_B, logprobs_B."""
+        sampled_2B = torch.empty(2, len(keys_B), dtype=torch.float64, device=keys_B.device)
         if hidden_BH is not None:
             tokens_B, logprobs_B = sample_tokens(
                 self._logits(hidden_BH),
@@ -287,26 +280,17 @@ class EmbeddedEngine(RolloutEngine):
             )
             if self.world.model_group.size() == 1:
                 return tokens_B, logprobs_B
-            drawn_2B = torch.stack((tokens_B.double(), logprobs_B.double()))
-        # Draw on one rank and broadcast, because other ranks may round differently.
+            sampled_2B = torch.stack((tokens_B.double(), logprobs_B.double()))
+        # Sample on one rank and broadcast, because other ranks may round differently.
         source = (self.world.pipeline_size - 1) * self.world.tensor_size
-        dist.broadcast(drawn_2B, group=self.world.model_group, group_src=source)
-        return drawn_2B[0].long(), drawn_2B[1].float()
-
-    @contextmanager
-    def _packed_head(self) -> Iterator[None]:
-        """Hold the head's weight as `linear` takes it."""
-        self._head_weight_VH = None if self._head is None else packed(self._head.weight_VH)
-        try:
-            yield
-        finally:
-            self._head_weight_VH = None
+        dist.broadcast(sampled_2B, group=self.world.model_group, group_src=source)
+        return sampled_2B[0].long(), sampled_2B[1].float()
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         """fp32 logits of the common vocabulary [B, V], gathered over the head's shards."""
         head = self._head
-        assert head is not None and self._head_weight_VH is not None
-        logits_BV = linear(hidden_BH, self._head_weight_VH)
+        assert head is not None
+        logits_BV = linear(hidden_BH, head.weight_VH)
         if head.group is not None and head.group.size() > 1:
             shards = [torch.empty_like(logits_BV) for _ in range(head.group.size())]
             dist.all_gather(shards, logits_BV.contiguous(), group=head.group)
@@ -328,24 +312,10 @@ def with_tokens(
     sampling: Sampling,
     weight_version: int,
 ) -> Rollout:
-    """The rollout with the tokens up to the first stop token, but without its text.
-
-    Args:
-        weight_version: of the weights that sampled the tokens.
-    """
+    """The rollout with the tokens up to the first stop token, but without its text."""
     stops = np.flatnonzero(np.isin(tokens_L, sampling.stop_token_ids))
     length = int(stops[0]) + 1 if len(stops) else len(tokens_L)
-    token_ids = np.concatenate((rollout.token_ids, tokens_L[:length].astype(np.int32)))
-    full = len(token_ids) == sampling.max_new_tokens
-    *before, last = rollout.segments
-    if last.num_tokens and last.weight_version != weight_version:
-        before, last = [*before, last], Segment(0, weight_version)
-    segments = (*before, Segment(last.num_tokens + length, weight_version))
-    return replace(
-        rollout,
-        token_ids=token_ids,
-        rollout_logprobs=np.concatenate((rollout.rollout_logprobs, logprobs_L[:length])),
-        finish_reason="stop" if len(stops) else "length" if full else "abort",
-        weight_version=segments[0].weight_version,
-        segments=segments,
-    )
+    is_full = len(rollout.token_ids) + length == sampling.max_new_tokens
+    reason = "stop" if len(stops) else "length" if is_full else "abort"
+    token_ids = tokens_L[:length].astype(np.int32)
+    return extended(rollout, token_ids, logprobs_L[:length], reason, weight_version)

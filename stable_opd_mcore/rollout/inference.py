@@ -4,9 +4,8 @@
         hidden_TBH = run_layers(chunk, hidden_TBH, cache)
 
 A decoding step multiplies a few rows, so wrappers took half of a small model's time on a CPU.
-Hence layers run without those of Megatron's model and layers (dropout, biases, checks, inference
-context), and torch's linear layers without autograd functions and, on a CPU, with weights in
-oneDNN's layout.
+Layers therefore run without the wrappers of Megatron's model (dropout, biases, checks, inference
+context), and torch's linear layers without autograd functions.
 
 Shapes: T new tokens of B rows, H hidden size, G key-value groups of this tensor rank with R query
 heads each, D head size.
@@ -26,7 +25,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
-from stable_opd_mcore.models.linear import linear, packed
+from stable_opd_mcore.models.linear import linear
 from stable_opd_mcore.rollout.kv_cache import KVCache
 
 
@@ -47,8 +46,7 @@ def inference_mode(chunks: Sequence[HiddenStatesGPTModel]) -> Iterator[None]:
     for chunk in chunks:
         for module in chunk.decoder.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                weight: Any = module.weight
-                vars(module)["forward"] = partial(_linear_forward, module, packed(weight))
+                vars(module)["forward"] = partial(_linear_forward, module)
         chunk.eval()
         chunk.config.fp8 = None
     try:
@@ -93,13 +91,10 @@ def _heads(attention: SelfAttention, hidden_TBH: Tensor) -> tuple[Tensor, Tensor
     return heads[..., :-1, :], heads[..., -1, :]
 
 
-def _linear_forward(layer: Any, weight: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Megatron's parallel linear without autograd functions: output, and the bias if skipped.
-
-    `weight` is the layer's, packed.
-    """
+def _linear_forward(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Megatron's parallel linear without autograd functions: output, and the bias if skipped."""
     bias = layer.bias
-    output = linear(hidden, weight, None if layer.skip_bias_add else bias)
+    output = linear(hidden, layer.weight, None if layer.skip_bias_add else bias)
     group = layer.tp_group
     if isinstance(layer, RowParallelLinear) and group.size() > 1:
         dist.all_reduce(output, group=group)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from stable_opd_mcore.serving import timeouts
@@ -40,6 +41,10 @@ class SglangClient:
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
         self._number = next(_numbers)  # identifies this client in the process that sends
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process is a client of its own."""
+        return partial(SglangClient, api_key=self.api_key), (self.url,)
 
     def close(self) -> None:
         """Send no more requests; those in flight fail at once as unreachable."""

@@ -25,7 +25,7 @@ from stable_opd_mcore.parallel.world import World, gather_objects, start_world, 
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
-from stable_opd_mcore.rollout.sglang.records import Answer
+from stable_opd_mcore.rollout.unfinished import is_finished
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.integration.sglang_tools import (
     PYTHON,
@@ -147,30 +147,32 @@ def await_tokens(engine: SglangEngine, step: int, version: int) -> None:
 
     def all_have() -> bool:
         time.sleep(0.3)
-        newest = [answer.segments[-1:] for answer in answers(engine, step) if not answer.is_done]
-        return all(gather_objects(all(s and s[0].weight_version == version for s in newest)))
+        unfinished = [r for r in so_far(engine, step) if not is_finished(r)]
+        newest = [rollout.segments[-1] for rollout in unfinished]
+        have = all(last.num_tokens and last.weight_version == version for last in newest)
+        return all(gather_objects(have))
 
     wait_until(all_have, f"tokens of version {version}", 60)
 
 
-def answers(engine: SglangEngine, step: int) -> list[Answer]:
+def so_far(engine: SglangEngine, step: int) -> list[Rollout]:
     """The responses of the step as far as they are sampled. Collective."""
     with engine._paused():
-        return [answer for job in engine._ahead[step, SAMPLING].jobs for answer in job.answers]
+        return [rollout for each in engine._ahead[step, SAMPLING] for rollout in each.rollouts]
 
 
-def test_a_killed_servers_responses_go_on_elsewhere(student):
+def test_a_killed_servers_responses_continue_elsewhere(student):
     engine = student.engine
     engine.prefetch(PROMPTS, SAMPLING, step=3, weight_version=len(student.weights))
     time.sleep(0.5)
-    delivered = answers(engine, 3)
+    delivered = so_far(engine, 3)
     time.sleep(0.2)
     killed = engine.fleet.members[0].server
     assert killed is not None
     assert killed.pid is not None
     os.killpg(killed.pid, signal.SIGKILL)
     sampled = engine.generate(PROMPTS, SAMPLING, step=3)
-    assert_go_on(delivered, sampled)
+    assert_continued(delivered, sampled)
     assert student.largest_gap(sampled) < 1e-4
     metrics = engine.take_metrics()
     assert metrics["engine/failure"].total == 1
@@ -214,9 +216,9 @@ def test_ranks_share_a_server_over_two_publishes(student, tmp_path):
     assert sorted(published) == [f"version {v}" for v in range(3) for _ in range(2)]
 
 
-def assert_go_on(before: list[Answer], after: list[Rollout]) -> None:
+def assert_continued(before: list[Rollout], after: list[Rollout]) -> None:
     """No token of the responses before is lost."""
-    assert any(answer.has_tokens for answer in before)
-    for answer, rollout in zip(before, after, strict=True):
-        kept = rollout.token_ids[: len(answer.token_ids)]
-        assert kept.tolist() == answer.token_ids.tolist()
+    assert any(len(rollout.token_ids) for rollout in before)
+    for shorter, longer in zip(before, after, strict=True):
+        kept = longer.token_ids[: len(shorter.token_ids)]
+        assert kept.tolist() == shorter.token_ids.tolist()

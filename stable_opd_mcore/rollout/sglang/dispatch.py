@@ -1,15 +1,23 @@
 """One queue of requests to a fleet's servers: none of them lost or counted twice.
 
-Each response is a request. The one that comes next is of the lowest step, there the first response
-to every prompt before the second ones, there the one submitted first. It goes to the ready server
-that has the fewest responses in flight and may have one more; a server that has computed its prompt
-already is preferred a little. What a failed server was asked for goes back to the queue and to the
-others.
+Each response is a request. The next one sent is of the lowest step, there the first response to
+every prompt before the second ones, there the one submitted first. It goes to the ready server that
+has the fewest responses in flight and may have one more; a server that has computed its prompt
+already is preferred a little.
 
 `pause` ends what is in flight before weights change: it waits for the servers' last replies, or
-aborts their requests and keeps the tokens drawn so far. An aborted response goes on after `resume`
-from its tokens, on any server. So a reply's tokens are all of one version of the weights. An abort
-reaches only requests that have arrived at the server, so it is repeated until all replies are in.
+aborts their requests and keeps the tokens sampled so far. An aborted response continues after
+`resume` from its tokens, on any server. So a reply's tokens are all of one version of the weights.
+An abort reaches only requests that have arrived at the server, so it is repeated until all replies
+are in. What becomes of a reply:
+
+    reply                                        | what follows
+    tokens of allowed weights                    | they extend it; if unfinished, it is queued
+    tokens of other weights                      | dropped; the response is queued
+    failure of a member that has failed already  | the response is queued
+    transient failure while paused               | the response is queued
+    transient failure, fewer than ATTEMPTS       | the request is sent to the same member again
+    any other failure                            | the member fails; the response is queued
 
 Replies come in one thread (serving/http_process.py), which never waits: servers are ended and
 started again in another. Not here: the servers' states and restarts (fleet.py), which weights are
@@ -24,10 +32,12 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from typing import NamedTuple
 
 from stable_opd_mcore.metrics import Mean, Metrics, Sum
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
-from stable_opd_mcore.rollout.sglang.records import Job, Task
+from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests
+from stable_opd_mcore.rollout.unfinished import is_finished
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import (
     ATTEMPTS,
@@ -39,46 +49,56 @@ from stable_opd_mcore.serving.requests import Call, Completion
 
 _ABORT_ALL = Call("POST", "/abort_request", {"rid": "", "abort_all": True})
 _ABORT_SECONDS = 0.2  # between two aborts of what is still in flight
-# A server that has computed the prompt is preferred with up to so many more responses in flight.
+# A server that has computed the prompt is preferred with up to so many more responses in flight
 _SPARED = 4
 
 
+class _Sent(NamedTuple):
+    """A request in flight, or to be repeated."""
+
+    member: Member
+    client: SglangClient  # the member's when it was first sent; a failed member gets another
+    prompt: PromptRequests
+    sample: int
+    attempt: int
+
+
 class Dispatcher:
-    """Sends jobs' requests while it is not paused and members are ready. Safe to use from many
+    """Sends requests while it is not paused and members are ready. Safe to use from many
     threads."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._changed = threading.Condition()
-        self._queue: list[tuple[tuple[int, int, int], Task]] = []  # a heap
-        self._num_jobs = 0
+        self._queue: list[tuple[tuple[int, int, int], PromptRequests]] = []  # a heap, by rank
+        self._num_submitted = 0
         self._num_running = 0  # requests in flight
         self._is_paused = False
         self._error: BaseException | None = None  # of a request, raised by `wait`
-        self._redrawn: Counter[str] = Counter()  # responses to draw again, by the failed member
-        self._retried: Counter[str] = Counter()  # requests repeated to the same member
+        # requests sent again since the last report, by event and member
+        self._again: Counter[tuple[str, str]] = Counter()
         self._metrics = Metrics()
         self._failures = ThreadPoolExecutor(1, thread_name_prefix="failure")
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue what the jobs' answers lack."""
+    def submit(self, prompts: Sequence[PromptRequests]) -> None:
+        """Queue what the prompts' responses lack."""
         self._fleet.watch()
         with self._changed:
-            for job in jobs:
-                job.number = self._num_jobs
-                self._num_jobs += 1
-                for sample, answer in enumerate(job.answers):
-                    if not answer.is_done:
-                        self._push(Task(job, sample))
+            for prompt in prompts:
+                prompt.number = self._num_submitted
+                self._num_submitted += 1
+                for sample, rollout in enumerate(prompt.rollouts):
+                    if not is_finished(rollout):
+                        self._push(prompt, sample)
             self._send()
 
-    def wait(self, jobs: Sequence[Job]) -> None:
+    def wait(self, prompts: Sequence[PromptRequests]) -> None:
         """Return when all are done, or when nothing is in flight and no member is ready.
 
         Raises:
             RefusedRequest: a server refuses a request.
         """
-        missing = list(jobs)
+        missing = list(prompts)
 
         def are_done() -> bool:
             while missing and missing[-1].is_done:
@@ -101,7 +121,7 @@ class Dispatcher:
         """Hold, and return when nothing is in flight.
 
         Args:
-            abort: end what is in flight at once; else it is waited for.
+            abort: end what is in flight at once; else wait for it.
         """
         self.hold()
         while True:
@@ -137,8 +157,8 @@ class Dispatcher:
 
     # ---- with the lock held
 
-    def _push(self, task: Task) -> None:
-        heapq.heappush(self._queue, (task.rank, task))
+    def _push(self, prompt: PromptRequests, sample: int) -> None:
+        heapq.heappush(self._queue, (prompt.rank(sample), prompt))
 
     def _send(self) -> None:
         """Send requests in the order of the queue while a ready member may have one more."""
@@ -147,17 +167,18 @@ class Dispatcher:
             free = [m for m in members if m.state == "ready" and m.in_flight < m.max_in_flight]
             if not free:
                 return
-            _, task = heapq.heappop(self._queue)
-            known = task.job.member
+            (_, sample, _), prompt = heapq.heappop(self._queue)
+            known = prompt.member
             member = min(free, key=lambda m: m.in_flight - (_SPARED if m is known else 0))
-            task.job.member = known or member
+            prompt.member = known or member
             self._count(member, 1)
-            self._request(member, member.client, task, 1)
+            self._request(_Sent(member, member.client, prompt, sample, 1))
 
-    def _request(self, member: Member, client: SglangClient, task: Task, attempt: int) -> None:
-        delay = 0.0 if attempt == 1 else pause_seconds(attempt - 1)
-        reply = client.submit(task.request(), delay_seconds=delay)
-        reply.add_done_callback(partial(self._replied, member, client, task, attempt))
+    def _request(self, sent: _Sent) -> None:
+        delay = 0.0 if sent.attempt == 1 else pause_seconds(sent.attempt - 1)
+        request = sent.prompt.next_request(sent.sample)
+        reply = sent.client.submit(request, delay_seconds=delay)
+        reply.add_done_callback(partial(self._replied, sent))
 
     def _count(self, member: Member, change: int) -> None:
         """Note that a request is in flight, or with -1 that it is not any more."""
@@ -165,68 +186,59 @@ class Dispatcher:
         self._num_running += change
         self._fleet.idle.count(member.name, change)
 
-    def _take(self, member: Member, task: Task, piece: Completion) -> None:
-        """Extend the job's answer by a reply, and queue what it still lacks."""
-        job = task.job
-        if not job.accept(member, piece):
-            self._push(task)
+    def _take(self, sent: _Sent, piece: Completion) -> None:
+        """Extend the response by a reply, and queue what it still lacks."""
+        prompt, sample = sent.prompt, sent.sample
+        if not prompt.accept(sent.member, piece):
+            self._push(prompt, sample)
             return
         self._fleet.progress()
-        member.has_answered = True
-        before = job.answers[task.sample]
-        answer = job.answers[task.sample] = before.extended(piece)
-        metrics = Metrics()
-        if not before.has_tokens and piece.has_tokens:
-            share = Mean(piece.cached_tokens, len(job.request.token_ids))
-            metrics = Metrics({"engine/prefix_cached_share": share})
-        if not answer.is_done:
-            self._push(task)
-            metrics = metrics | Metrics({"engine/continued": Sum(answer.has_tokens)})
-        elif job.ask is not None:
-            job.scores[task.sample] = job.ask(answer.token_ids.tolist())
-        self._metrics = self._metrics | metrics
+        sent.member.has_answered = True
+        is_first = piece.has_tokens and not len(prompt.rollouts[sample].token_ids)
+        rollout = prompt.extend(sample, piece)
+        if is_first:
+            share = Mean(piece.cached_tokens, len(prompt.request.token_ids))
+            self._metrics = self._metrics | Metrics({"engine/prefix_cached_share": share})
+        if not is_finished(rollout):
+            self._push(prompt, sample)
+            continued = Sum(len(rollout.token_ids) > 0)
+            self._metrics = self._metrics | Metrics({"engine/continued": continued})
+        elif prompt.ask is not None:
+            prompt.scores[sample] = prompt.ask(rollout.token_ids.tolist())
 
     def _report(self) -> None:
-        """Write down what was drawn again or repeated since the last report."""
-        events = self._fleet.events
-        for name, count in self._redrawn.items():
-            events.add("redrawn", name, f"{count} responses after a failure", count)
-        for name, count in self._retried.items():
-            if count > 1:
+        """Write down what was sent again since the last report."""
+        for (event, name), count in self._again.items():
+            if event == "redrawn":
+                detail = f"{count} responses after a failure"
+                self._fleet.events.add("redrawn", name, detail, count)
+            elif count > 1:  # the first was written when it happened
                 detail = f"{count} requests were repeated in all"
-                events.add("retried", name, detail, count - 1)
-        self._redrawn.clear()
-        self._retried.clear()
+                self._fleet.events.add("retried", name, detail, count - 1)
+        self._again.clear()
 
     # ---- in the threads of replies and of failures
 
-    def _replied(
-        self,
-        member: Member,
-        client: SglangClient,
-        task: Task,
-        attempt: int,
-        reply: Future[Completion],
-    ) -> None:
+    def _replied(self, sent: _Sent, reply: Future[Completion]) -> None:
         with self._changed:
             try:
-                failure = self._failure_of(client, reply)
+                failure = self._failure_of(sent.client, reply)
                 if failure is None:
-                    self._take(member, task, reply.result())
-                elif client is not member.client:
-                    self._redraw(member, task)  # the member has failed, so this request had to
+                    self._take(sent, reply.result())
+                elif sent.client is not sent.member.client:  # its member has failed
+                    self._sample_again(sent)
                 elif failure.transient and self._is_paused:
-                    self._push(task)
-                elif failure.transient and attempt < ATTEMPTS:
-                    self._note_retry(member, failure)
-                    self._request(member, client, task, attempt + 1)
+                    self._push(sent.prompt, sent.sample)
+                elif failure.transient and sent.attempt < ATTEMPTS:
+                    self._note_retry(sent.member, failure)
+                    self._request(sent._replace(attempt=sent.attempt + 1))
                     return
                 else:
-                    self._failures.submit(self._fail, member, client, task, failure)
+                    self._failures.submit(self._fail, sent, failure)
                     return
-            except BaseException as error:  # raised again where the answer is waited for
+            except BaseException as error:  # raised again where the response is waited for
                 self._error = self._error or error
-            self._ended(member)
+            self._ended(sent.member)
 
     def _failure_of(self, client: SglangClient, reply: Future[Completion]) -> ServerFailure | None:
         """Why a reply is of no use; other errors are raised."""
@@ -239,26 +251,24 @@ class Dispatcher:
         detail = "before the first token, and not by this run"
         return ServerFailure(client.url, "aborted", detail, transient=True)
 
-    def _fail(
-        self, member: Member, client: SglangClient, task: Task, failure: ServerFailure
-    ) -> None:
+    def _fail(self, sent: _Sent, failure: ServerFailure) -> None:
         """Take a member out of use whose replies stay unusable; this may take seconds."""
         try:
-            if client is member.client:
-                self._fleet.fail(member, f"{failure.kind}: {failure.detail}")
+            if sent.client is sent.member.client:
+                self._fleet.fail(sent.member, f"{failure.kind}: {failure.detail}")
         except BaseException as error:
             self._error = self._error or error
         with self._changed:
-            self._redraw(member, task)
-            self._ended(member)
+            self._sample_again(sent)
+            self._ended(sent.member)
 
-    def _redraw(self, member: Member, task: Task) -> None:
-        self._redrawn[member.name] += 1
-        self._push(task)
+    def _sample_again(self, sent: _Sent) -> None:
+        self._again["redrawn", sent.member.name] += 1
+        self._push(sent.prompt, sent.sample)
 
     def _note_retry(self, member: Member, failure: ServerFailure) -> None:
-        self._retried[member.name] += 1
-        if self._retried[member.name] == 1:
+        self._again["retried", member.name] += 1
+        if self._again["retried", member.name] == 1:
             detail = f"{failure.kind}: {failure.detail}"
             self._fleet.events.add("retried", member.name, detail)
 

@@ -1,25 +1,26 @@
-"""The rollout engine whose responses are drawn by SGLang servers.
+"""The rollout engine whose responses are sampled by SGLang servers.
 
 Each data-parallel rank's first rank (its leader) talks to its share of the servers, which it may
 share with other leaders. Ordering:
 
-- `publish` pauses the requests: with rollout.partial they are aborted, else those in flight are
-  waited for. Then every rank takes part in sending, and again while some server failed and a
+- `publish` pauses the requests: with rollout.partial they are aborted, else the engine waits for
+  those in flight. Then every rank takes part in sending, and again while some server failed and a
   restart is left. It never raises for a server, because the step is finished and its weights are
   good. The next `generate` raises EngineLost instead, when the training state is complete and can
   be saved.
-- Without rollout.partial servers take new weights only every max_staleness - 1 updates, so that few
-  responses have to be waited for. Any other `publish` only records the version; what is not drawn
-  ahead, an evaluation say, needs the current weights, which are then sent first.
+- Without rollout.partial servers take new weights only every max_staleness - 1 updates, so that
+  publishes wait for few responses. Any other `publish` only records the version; what is not
+  sampled ahead, an evaluation for example, needs the current weights, which are then sent first.
 - `prefetch` queues a step's requests. They may be in flight from then on until the `generate` of
   that step, over several publishes. The first token of a response is at most max_staleness
   versions older than the weights that its step updates: older responses are dropped.
-- `generate` draws what was not drawn ahead. What no server could draw is drawn after a restart and
-  another publish of the same weights. All ranks loop together, so that their collectives match.
-- Colocated, `publish` only records the version. `generate` takes the GPU: the trainer's parts but
-  the student move to the host, servers resume, they receive the weights, the student moves too, and
-  only then they draw. They keep the GPU, for another evaluation batch say, until the trainer holds
-  a part again (parallel/device_memory.py); then they release it.
+- `generate` samples what was not sampled ahead. What no server could sample is sampled after a
+  restart and another publish of the same weights. All ranks loop together, so that their
+  collectives match.
+- Colocated, `publish` only records the version. `generate` takes the GPU: all the trainer's parts
+  except the student move to the host, servers resume, they receive the weights, the student moves
+  too, and only then they sample. They keep the GPU, for another evaluation batch for example, until
+  the trainer holds a part again (parallel/device_memory.py); then they release it.
 
 Not here: one rank's requests (dispatch.py) and servers (fleet.py), who sends the weights to whom
 (publisher.py).
@@ -43,19 +44,14 @@ from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, check_prompts
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
+from stable_opd_mcore.rollout.sglang.prompt_requests import Ask, PromptRequests, routing_of
 from stable_opd_mcore.rollout.sglang.publisher import Publisher
-from stable_opd_mcore.rollout.sglang.records import (
-    Answer,
-    Ask,
-    Draw,
-    Job,
-    routing_of,
-)
 from stable_opd_mcore.rollout.sglang.transports import Transport
+from stable_opd_mcore.rollout.unfinished import not_begun
 from stable_opd_mcore.serving.requests import Completion, Generation
 from stable_opd_mcore.serving.teacher import ServedTeacher
 
-_MAX_ROUNDS = 5  # of drawing
+_MAX_ROUNDS = 5  # without a usable response although no server is being restarted
 _SEE_LOGS = "see sglang/events.jsonl and the servers' logs in the run directory"
 
 
@@ -68,7 +64,7 @@ class SglangEngine(RolloutEngine):
     chunks: Sequence[Module]  # this rank's model chunks of the student
     fleet: Fleet  # this rank's servers; on ranks that are not leaders it has no members
     transport: Transport | None  # how weights travel; None on ranks that send nothing
-    vocab_size: int  # of the tokenizer; larger ids are never drawn
+    vocab_size: int  # of the tokenizer; larger ids are never sampled
     memory: DeviceMemory  # the trainer's parts on this rank's device, for colocated servers
     teacher: ServedTeacher | None = None  # scores the responses where the sampling says so
 
@@ -80,13 +76,13 @@ class SglangEngine(RolloutEngine):
         replays = self.config.rollout.routing_replay
         self._routing = routing_of(self._architecture) if replays else None
         self._is_leader = is_leader(self.world)
-        # what is drawn of a step; an evaluation has another sampling or step
-        self._ahead: dict[tuple[int, Sampling], Draw] = {}
+        # requests that are sampled ahead, by step; an evaluation has another sampling or step
+        self._ahead: dict[tuple[int, Sampling], list[PromptRequests]] = {}
         self._dispatcher = Dispatcher(self.fleet)
         self._publisher = Publisher(
             self.config, self.world, self.chunks, self.fleet, self.transport, self.memory
         )
-        self._lost: str | None = None  # why some rank's fleet cannot go on
+        self._lost: str | None = None  # why some rank's fleet cannot continue
         self._metrics = Metrics()
 
     def close(self) -> None:
@@ -94,30 +90,31 @@ class SglangEngine(RolloutEngine):
         self._dispatcher.close()
         self.fleet.stop()
 
-    # ---- drawing
+    # ---- sampling
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
-        """`sampling.num_samples` rollouts per prompt, all of the first prompt first.
+        """See `RolloutEngine.generate`.
 
         Raises:
             UserError: a prompt that the model cannot take; nothing was sent.
             EngineLost: neither a server nor a restart is left.
         """
         self._check(prompts, sampling)
-        if self.weight_version < 0:
-            self.publish(0)  # servers start with random weights
         self._raise_if_lost()
         if self.config.is_colocated:
             self._take_gpu()
-        draw = self._ahead.pop((step, sampling), None)
-        if self._sent_version != self.weight_version and any(gather_objects(draw is None)):
+        requests = self._ahead.pop((step, sampling), None)
+        is_fresh = any(gather_objects(requests is None))
+        if is_fresh and self._sent_version != self.weight_version:
             self._update_servers()
-        if draw is None:
-            draw = self._start(prompts, sampling, step, self.weight_version)
-        self._finish(draw)
-        rollouts = self._with_scores(draw, draw.rollouts())  # only leaders have any
+        if requests is None:
+            requests = self._start(prompts, sampling, step, self.weight_version)
+        self._finish(requests)
+        rollouts = [rollout for each in requests for rollout in each.rollouts]  # leaders' only
+        if sampling.scored and rollouts:
+            rollouts = self._with_scores(requests, rollouts)
         return broadcast_object(rollouts, self.world.model_group)
 
     def _take_gpu(self) -> None:
@@ -130,27 +127,29 @@ class SglangEngine(RolloutEngine):
         left = Metrics({"memory/left_gib": Max(self.memory.bytes_left() / 2**30)})
         self._metrics = self._metrics | left
 
-    def _start(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, oldest: int) -> Draw:
-        """Queue the requests.
+    def _start(
+        self, prompts: Sequence[Prompt], sampling: Sampling, step: int, oldest: int
+    ) -> list[PromptRequests]:
+        """Queue the requests, on leaders.
 
         Args:
             oldest: the first version of the weights from which tokens are accepted.
         """
-        jobs: list[Job] = []
-        if self._is_leader:
-            accept = self._accept(oldest)
-            jobs = [
-                Job(
-                    request,
-                    accept,
-                    [Answer()] * sampling.num_samples,
-                    step,
-                    ask=self._teacher_asked_about(prompt, step) if sampling.scored else None,
-                )
-                for prompt, request in zip(prompts, self._requests(prompts, sampling), strict=True)
-            ]
-            self._dispatcher.submit(jobs)
-        return Draw(tuple(prompts), sampling, jobs)
+        if not self._is_leader:
+            return []
+        accept, rows = self._accept(oldest), self._architecture.vocab_size
+        requests = [
+            PromptRequests(
+                Generation(prompt.token_ids, sampling, self.vocab_size, rows, self._routing),
+                accept,
+                [not_begun(prompt, i, self.weight_version) for i in range(sampling.num_samples)],
+                step,
+                ask=self._teacher_asked_about(prompt, step) if sampling.scored else None,
+            )
+            for prompt in prompts
+        ]
+        self._dispatcher.submit(requests)
+        return requests
 
     def _teacher_asked_about(self, prompt: Prompt, step: int) -> Ask:
         assert self.teacher is not None, "sampling.scored without a served teacher"
@@ -158,26 +157,27 @@ class SglangEngine(RolloutEngine):
         as_read = prompt.token_ids if own is None else own
         return partial(self.teacher.ask, prompt.prompt_id, as_read, step=step)
 
-    def _with_scores(self, draw: Draw, rollouts: list[Rollout]) -> list[Rollout]:
-        """Wait for the scores of the draw's responses; they lack some if the teacher is lost."""
-        if self.teacher is None or not draw.sampling.scored:
-            return rollouts
-        replies = [job.scores[i] for job in draw.jobs for i in range(draw.sampling.num_samples)]
-        scores = self.teacher.wait(replies)
-        pairs = zip(rollouts, scores, strict=True)
-        return [replace(rollout, teacher_scores=found) for rollout, found in pairs]
+    def _with_scores(
+        self, requests: Sequence[PromptRequests], rollouts: Sequence[Rollout]
+    ) -> list[Rollout]:
+        """Wait for the scores of the responses; some lack them if the teacher is lost."""
+        assert self.teacher is not None
+        replies = [each.scores[i] for each in requests for i in range(len(each.rollouts))]
+        pairs = zip(rollouts, self.teacher.wait(replies), strict=True)
+        return [replace(rollout, teacher_scores=scores) for rollout, scores in pairs]
 
-    def _finish(self, draw: Draw) -> None:
-        """Wait for the draw's responses; give servers that came back the weights. Collective.
+    def _finish(self, requests: Sequence[PromptRequests]) -> None:
+        """Wait for the responses; give servers that came back the weights. Collective.
 
         Raises:
             EngineLost: as `generate`.
         """
-        rounds = 0  # without a usable response although no server is being restarted
+        rounds = 0
         while True:
-            self._dispatcher.wait(draw.jobs)
-            is_missing = not all(job.is_done for job in draw.jobs)
-            if not any(gather_objects(is_missing)):
+            self._dispatcher.wait(requests)
+            is_missing = not all(each.is_done for each in requests)
+            is_missing_somewhere = any(gather_objects(is_missing))
+            if not is_missing_somewhere:
                 return
             if is_missing and not self.fleet.is_restarting:
                 rounds += 1
@@ -192,8 +192,6 @@ class SglangEngine(RolloutEngine):
     ) -> None:
         """See `RolloutEngine.prefetch`. Does nothing while the servers' weights are too old."""
         self._check(prompts, sampling)
-        if self.weight_version < 0:
-            self.publish(0)  # servers start with random weights
         oldest = weight_version - self.config.rollout.max_staleness
         if (step, sampling) not in self._ahead and self._sent_version >= oldest:
             self._ahead[step, sampling] = self._start(prompts, sampling, step, oldest)
@@ -210,17 +208,16 @@ class SglangEngine(RolloutEngine):
         """No request of any rank is in flight within. Collective.
 
         Args:
-            abort: end requests at once; None: as rollout.partial says.
+            abort: end requests at once; None: see rollout.partial.
         """
         self._dispatcher.hold()
-        gather_objects(None)  # an abort also ends the requests of other ranks that share the server
+        gather_objects(None)  # an abort also ends requests of other ranks that share the server
         self._dispatcher.pause(abort=self.config.rollout.partial if abort is None else abort)
         gather_objects(None)  # so nothing is sent that another rank would still abort
         yield
         self._dispatcher.resume()
 
     def take_metrics(self) -> Metrics:
-        """See `RolloutEngine.take_metrics`."""
         metrics, self._metrics = self._metrics, Metrics()
         if not self._is_leader:
             return metrics
@@ -229,13 +226,8 @@ class SglangEngine(RolloutEngine):
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         window = self._architecture.max_positions
         check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=window)
-
-    def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
-        rows = self._architecture.vocab_size
-        return [
-            Generation(prompt.token_ids, sampling, self.vocab_size, rows, self._routing)
-            for prompt in prompts
-        ]
+        if self.weight_version < 0:
+            self.publish(0)  # servers start with random weights
 
     def _accept(self, oldest: int) -> Callable[[Member, Completion], bool]:
         """A function that refuses responses from weights before version `oldest`."""
@@ -266,7 +258,7 @@ class SglangEngine(RolloutEngine):
             self._update_servers()
 
     def _update_servers(self) -> None:
-        """Send every server the current weights; colocated ones when they next draw."""
+        """Send every server the current weights; colocated ones when they next sample."""
         with self._paused():
             self._sent_version = self.weight_version
             for member in self.fleet.members:
@@ -275,12 +267,11 @@ class SglangEngine(RolloutEngine):
                 self._send_weights(resent=False)
 
     def _send_weights(self, *, resent: bool) -> None:
-        """Send until every server has the weights or some fleet is lost. Collective."""
-        sent = self._publisher.send(self.weight_version, resent=resent)
-        self._lost = sent.lost
-        if sent.num_bytes:
-            num_bytes = Metrics({"engine/sync_bytes": Sum(float(sent.num_bytes))})
-            self._metrics = self._metrics | num_bytes
+        """Publish until every server has the weights or some fleet is lost. Collective."""
+        self._lost, num_bytes = self._publisher.publish(self.weight_version, resent=resent)
+        if num_bytes:
+            sent = Metrics({"engine/sync_bytes": Sum(float(num_bytes))})
+            self._metrics = self._metrics | sent
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:

@@ -1,7 +1,7 @@
 """One data-parallel rank's servers: which of them may be sent requests.
 
 A server that fails takes no more requests; this run's own servers are killed and restarted at once,
-while the others work on. Servers with requests in flight are probed all the time.
+while the others continue. Servers with requests in flight are probed all the time.
 
 States of a member: restarting -> needs_weights -> ready -> failed -> restarting ... Only
 `weights_arrived` makes a member ready. Colocated ones are `released` while the trainer has the GPU,
@@ -45,8 +45,8 @@ class Member:
     tensor: int = 1  # tensor-parallel ranks; an external server states its own
     state: str = "restarting"  # restarting | released | needs_weights | ready | failed
     leaders: int = 1  # data-parallel ranks that share the server
-    in_flight: int = 0  # responses that this rank draws
-    max_in_flight: int = 2**31  # its share of what the server draws at a time
+    in_flight: int = 0  # this rank's responses that it samples
+    max_in_flight: int = 2**31  # this rank's share of what the server samples at a time
     has_answered: bool = False  # a request or a probe; before, it may be compiling kernels
     missed_probes: int = 0
     life: int = 0  # the number of failures so far; each ends the server's process groups
@@ -56,19 +56,6 @@ class Member:
         self.client.close()
         self.client = replace(self.client)
         self.life += 1
-
-
-@dataclass(frozen=True)
-class ServerStatus:
-    """A server as one leader tells all ranks about it, or as all its leaders together."""
-
-    name: str
-    url: str
-    api_key: str | None
-    state: str  # of Member
-    tensor: int
-    life: int  # how often leaders saw it fail
-    sender: int | None  # the data-parallel rank that sends it the weights; None: another knows
 
 
 @dataclass(eq=False)
@@ -82,7 +69,7 @@ class Fleet:
     progress: Callable[[], None] = lambda: None  # called by worker threads: an accepted answer
 
     def __post_init__(self) -> None:
-        self.lost: str | None = None  # why the fleet cannot go on
+        self.lost: str | None = None  # why the fleet cannot continue
         self.idle = IdleClock([member.name for member in self.members])
         self._restarts: deque[float] = deque()  # when, in monotonic seconds, the oldest first
         self._watcher: threading.Thread | None = None
@@ -135,7 +122,7 @@ class Fleet:
                 )
 
     def lose(self, reason: str) -> None:
-        """Declare that the fleet cannot go on."""
+        """Declare that the fleet cannot continue."""
         self.lost = reason
         self.events.add("lost", "fleet", reason)
 
@@ -269,22 +256,3 @@ class Fleet:
 def is_leader(world: World) -> bool:
     """Whether this rank talks to servers for its replica."""
     return world.tensor_rank == 0 and world.pipeline_rank == 0
-
-
-def one_per_server(statuses: Sequence[ServerStatus]) -> list[ServerStatus]:
-    """One status per server, from those of all leaders that share it.
-
-    A server needs weights if any leader says so. Its lives are added up, so they differ after each
-    failure that any leader has seen.
-    """
-    by_name: dict[str, ServerStatus] = {}
-    for other in statuses:
-        status = by_name.setdefault(other.name, other)
-        if status is not other:
-            by_name[other.name] = replace(
-                status,
-                state=other.state if other.state == "needs_weights" else status.state,
-                life=status.life + other.life,
-                sender=other.sender if status.sender is None else status.sender,
-            )
-    return list(by_name.values())

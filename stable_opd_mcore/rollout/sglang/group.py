@@ -177,7 +177,7 @@ class DistributedTransport(Transport):
         group, is_over = self._group, self._until(pending)
         sent = call_aside(lambda: _broadcast(bucket.flat, group, is_over), is_over)
         if not sent.done() and not pending.has_failed():
-            self._break(f"a broadcast did not end in {self._timeout:g} s")
+            self._break(f"a broadcast did not end in {self.timeout:g} s")
         elif sent.done() and (error := sent.exception()) is not None:
             if not isinstance(error, RuntimeError):
                 raise error
@@ -185,7 +185,7 @@ class DistributedTransport(Transport):
 
     def _until(self, pending: Pending) -> Callable[[], bool]:
         """Whether a server has failed or the time is over."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         return lambda: pending.has_failed() or time.monotonic() > deadline
 
     def _settle(self) -> None:
@@ -212,7 +212,7 @@ class DistributedTransport(Transport):
         offsets, world_size = {}, 1
         for target in self._targets:
             offsets[target.name], world_size = world_size, world_size + target.tensor
-        self._store = store = GroupStore(listener, world_size, self._timeout)
+        self._store = store = GroupStore(listener, world_size, self.timeout)
         host, port = store.address
         pending = self.post(
             "/init_weights_update_group",
@@ -233,7 +233,7 @@ class DistributedTransport(Transport):
         try:
             reason = joined.exception(_GRACE_SECONDS)
         except TimeoutError:
-            reason = RuntimeError(f"no member joined in {self._timeout:g} s")
+            reason = RuntimeError(f"no member joined in {self.timeout:g} s")
         if reason is None:
             self._group = joined.result()
         elif not isinstance(reason, RuntimeError | ValueError):  # torch's are RuntimeErrors

@@ -2,12 +2,12 @@
 
 Global rank 0 sends to all servers; through shared memory each data-parallel rank sends to the
 servers that it started. A server that several leaders share lacks the weights as long as any of
-them says so. Not here: when weights are sent and what waits meanwhile (engine.py), one publish
-(sync.py).
+them says so. Not here: when weights are sent and what waits meanwhile (engine.py), sending them
+once (sync.py).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import Module
@@ -16,32 +16,44 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, gather_objects
 from stable_opd_mcore.planning.topology import WEIGHT_BUCKET_BYTES, server_dtype
-from stable_opd_mcore.rollout.sglang.fleet import (
-    Fleet,
-    Member,
-    ServerStatus,
-    is_leader,
-    one_per_server,
-)
-from stable_opd_mcore.rollout.sglang.sync import publish_weights
+from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
+from stable_opd_mcore.rollout.sglang.sync import push_once
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport
-from stable_opd_mcore.serving.client import SglangClient
 
 _MAX_ATTEMPTS = 8  # at one publish; external servers have no restarts that could run out
 _MAX_SPARED = 5  # attempts that spare servers whose process group another server broke
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What came of sending the weights."""
+class ServerStatus(Target):
+    """A server as one leader reports it to all ranks, or as all its leaders together."""
 
-    lost: str | None  # why some rank's fleet cannot go on; the same on every rank
-    num_bytes: int  # that this rank has sent
+    state: str = "needs_weights"  # see Member
+    sender: int | None = 0  # the data-parallel rank that sends it the weights; None: another knows
+
+
+def one_per_server(statuses: Iterable[ServerStatus]) -> list[ServerStatus]:
+    """One status per server, from those of all leaders that share it.
+
+    A server needs weights if any leader says so. Its lives are added up, so they differ after each
+    failure that any leader has seen.
+    """
+    by_name: dict[str, ServerStatus] = {}
+    for other in statuses:
+        status = by_name.setdefault(other.name, other)
+        if status is not other:
+            by_name[other.name] = replace(
+                status,
+                state=other.state if other.state == "needs_weights" else status.state,
+                life=status.life + other.life,
+                sender=other.sender if status.sender is None else status.sender,
+            )
+    return list(by_name.values())
 
 
 @dataclass(eq=False)
 class Publisher:
-    """Sends this run's weights. Fields are as of `SglangEngine`."""
+    """Publishes this run's weights. Fields: see `SglangEngine`."""
 
     config: Config
     world: World
@@ -51,15 +63,19 @@ class Publisher:
     memory: DeviceMemory
 
     def __post_init__(self) -> None:
-        self._num_publishes = 0
+        self._num_pushes = 0
 
-    def send(self, version: int, *, resent: bool) -> Sent:
+    def publish(self, version: int, *, resent: bool) -> tuple[str | None, int]:
         """Send until every server has the weights or some fleet is lost. Collective.
 
         Args:
             resent: whether servers have received this version before.
+
+        Returns:
+            Why some rank's fleet cannot continue, the same on every rank; and the number of bytes
+            that this rank has sent.
         """
-        attempt = 0  # only those that no restart of this run's servers pays for
+        attempt = 0  # counts only attempts after which no server of this run is being restarted
         num_bytes = 0
         while True:
             self.fleet.await_restarts()
@@ -71,9 +87,9 @@ class Publisher:
             mine = [member for member in self.fleet.members if member.name in names]
             for member in mine:  # another leader may have seen that it lacks them
                 self.fleet.weights_outdated(member)
-            self._num_publishes += 1
+            self._num_pushes += 1
             with self.fleet.idle.busy([member.name for member in mine]):
-                outcome, sent = self._send_to(targets, version)
+                outcome, sent = self._push(targets, version)
             num_bytes += sent
             failures = [reason for reason in outcome.values() if reason is not None]
             if failures and attempt == _MAX_ATTEMPTS and is_leader(self.world):
@@ -81,36 +97,34 @@ class Publisher:
             else:
                 self._apply(outcome, version, resent, attempt < _MAX_SPARED)
             resent = True
-            attempt += not any(gather_objects(self.fleet.is_restarting))
+            some_restart = any(gather_objects(self.fleet.is_restarting))
+            if not some_restart:
+                attempt += 1
         if self.config.is_colocated:
             if self.transport is not None:
                 self.transport.buffers.free()
             self.memory.keep_only()
-        return Sent(lost, num_bytes)
+        return lost, num_bytes
 
-    def _send_to(
+    def _push(
         self, statuses: Sequence[ServerStatus], version: int
     ) -> tuple[dict[str, str | None], int]:
         """Per server, why it does not have the weights, None if it has, the same on every rank; and
-        the bytes that this rank has sent."""
+        the number of bytes that this rank has sent."""
         outcome: dict[str, str | None] = {}
         num_bytes = 0
         for sender in sorted({s.sender for s in statuses if s.sender is not None}):
             if not self.world.shares_experts_with(sender):
                 continue  # it needs no weight of this rank
             is_sender = sender == self.world.data_rank
-            mine = [s for s in statuses if is_sender and s.sender == sender]
             if self.config.is_colocated:
                 self.memory.bring("student")
-            result = publish_weights(
+            result = push_once(
                 self.chunks,
-                [
-                    Target(s.name, SglangClient(s.url, api_key=s.api_key), s.tensor, s.life)
-                    for s in mine
-                ],
+                [status for status in statuses if is_sender and status.sender == sender],
                 self.transport if is_sender else None,
                 version=version,
-                label=f"{version}-{self._num_publishes}",
+                label=f"{version}-{self._num_pushes}",
                 dtype=getattr(torch, server_dtype(self.config)),
                 bucket_bytes=WEIGHT_BUCKET_BYTES,
             )
@@ -125,40 +139,34 @@ class Publisher:
         """Update the fleet's members after sending.
 
         Args:
-            spare_healthy: send a server that is healthy the weights again, because the fault may
-                be another server's or the network's; else restart it.
+            spare_healthy: send a healthy server the weights again, because the fault may be another
+                server's or the network's; else restart it.
         """
+        events = self.fleet.events
         for member in self.fleet.members:
             if member.name not in outcome:
                 continue
             reason = outcome[member.name]
             if reason is None:
                 self.fleet.weights_arrived(member)
-                self.fleet.events.add("published", member.name, f"version {version}")
+                events.add("published", member.name, f"version {version}")
                 if resent:
-                    self.fleet.events.add("resent", member.name, f"version {version}")
+                    events.add("resent", member.name, f"version {version}")
             elif spare_healthy and any(member.client.is_healthy() for _ in range(2)):
-                self.fleet.events.add("failure", member.name, f"weights did not arrive: {reason}")
+                events.add("failure", member.name, f"weights did not arrive: {reason}")
             else:
                 self.fleet.fail(member, f"weights did not arrive: {reason}")
 
     def _statuses(self) -> tuple[list[ServerStatus], str | None]:
-        """All servers of all fleets, and why one of these cannot go on. Collective."""
+        """All servers of all fleets, and why one of these cannot continue. Collective."""
         mine = [self._status(member) for member in self.fleet.members]
         gathered = gather_objects((mine, self.fleet.lost))
         lost = next((lost for _, lost in gathered if lost is not None), None)
-        return one_per_server([status for statuses, _ in gathered for status in statuses]), lost
+        return one_per_server(status for statuses, _ in gathered for status in statuses), lost
 
     def _status(self, member: Member) -> ServerStatus:
         sender: int | None = 0
         if self.config.rollout.sglang.transport == "tensor":  # its memory is shared with its owner
             sender = self.world.data_rank if member.server is not None else None
-        return ServerStatus(
-            name=member.name,
-            url=member.client.url,
-            api_key=member.client.api_key,
-            state=member.state,
-            tensor=member.tensor,
-            life=member.life,
-            sender=sender,
-        )
+        client = replace(member.client)  # a transport may close it
+        return ServerStatus(member.name, client, member.tensor, member.life, member.state, sender)

@@ -1,4 +1,4 @@
-"""One publish: send the trainer's weights to the servers and verify them there.
+"""One push: send the trainer's weights to the servers and verify them there.
 
 Whole tensors are sent in buckets (models.weights gathers them over tensor and pipeline ranks), so
 no second copy of the model exists. Order, because a server may die at any point:
@@ -9,7 +9,7 @@ no second copy of the model exists. Order, because a server may die at any point
 4. only then stamp the new version
 
 The expected checksums are computed in a second pass over the weights while the servers compute
-theirs. Not here: the transfer of a bucket (transports.py), retries (engine.py).
+theirs. Not here: the transfer of a bucket (transports.py), sending again (publisher.py).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _PROBE_TOKENS = 160  # more than a page of any cache
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one publish."""
+    """The result of one push."""
 
     verified: tuple[str, ...]  # servers that have the weights
     failed: dict[str, str]  # the other servers, and why
     num_bytes: int
 
 
-def publish_weights(
+def push_once(
     chunks: Sequence[Module],
     targets: Sequence[Target],
     transport: Transport | None,
@@ -61,7 +61,7 @@ def publish_weights(
     Args:
         transport: None on ranks that only take part in gathering the weights. The sender's outcome
             counts.
-        label: unique to this publish.
+        label: unique to this push.
         dtype: of the servers' weights.
     """
     if transport is None or not transport.is_sender:  # one pass to send, one to hash

@@ -17,7 +17,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
@@ -33,6 +33,7 @@ from torch.multiprocessing import reductions
 from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
+from stable_opd_mcore.serving.requests import Call
 
 Result = TypeVar("Result")
 GROUP_LOST = "the process group is lost"  # begins a failure that another server may have caused
@@ -50,7 +51,7 @@ class Target:
 
     @property
     def identity(self) -> tuple[str, str, int]:
-        """Of the same process, as long as it does not fail."""
+        """The same as long as the server's process lives."""
         return self.name, self.client.url, self.life
 
 
@@ -88,7 +89,7 @@ class Transport:
     def __init__(self, timeout_seconds: float) -> None:
         self.failed: dict[str, str] = {}
         self.buffers = Buffers()
-        self._timeout = timeout_seconds
+        self.timeout = timeout_seconds
         self._grace_seconds: float | None = None  # for other servers after one has failed
         self._targets: list[Target] = []
         self._pending: Pending | None = None
@@ -118,9 +119,9 @@ class Transport:
         if pending is not None:
             pending.wait(self._grace_seconds)
 
-    def post(self, path: str, payload: Callable[[Target], dict[str, Any]]) -> Pending:
+    def post(self, path: str, body: Callable[[Target], dict[str, Any]]) -> Pending:
         """Send a POST to every target that is alive; `Pending.wait` records failures."""
-        return Pending(self, path, payload)
+        return Pending(self, path, body)
 
     def fail(self, target: Target, reason: str) -> None:
         self.failed.setdefault(target.name, reason)
@@ -145,46 +146,45 @@ class Pending:
     """POST requests in flight, one to each target that is alive."""
 
     def __init__(
-        self, transport: Transport, path: str, payload: Callable[[Target], dict[str, Any]]
+        self, transport: Transport, path: str, body: Callable[[Target], dict[str, Any]]
     ) -> None:
-        self._transport = transport
-        targets = transport.alive
-        self._pool = ThreadPoolExecutor(max(1, len(targets)), thread_name_prefix="sync")
-        self._futures = [
-            (target, self._pool.submit(self._call, target, path, payload(target)))
-            for target in targets
+        self._transport, self._path = transport, path
+        self._replies = [
+            (target, target.client.submit(Call("POST", path, body(target)), transport.timeout))
+            for target in transport.alive
         ]
-
-    def _call(self, target: Target, path: str, payload: dict[str, Any]) -> None:
-        timeout = self._transport._timeout
-        answer = target.client.call("POST", path, payload, timeout_seconds=timeout)
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise ServerFailure(target.client.url, "status", f"{path}: {answer.get('message')}")
 
     def has_failed(self) -> bool:
         """Whether some request has failed already."""
-        return any(future.done() and future.exception() for _, future in self._futures)
+        return any(reply.done() and self._failure(reply) for _, reply in self._replies)
 
     def wait(self, grace_seconds: float | None = None) -> None:
         """Wait for all replies and record failures.
 
         Args:
-            grace_seconds: after a first failure the other replies are waited for so long; then
-                their requests are dropped. None: without limit.
+            grace_seconds: how long to wait for the others after a first failure; then their
+                requests are dropped. None: without limit.
         """
-        futures = [future for _, future in self._futures]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        wait(futures, timeout=grace_seconds)
-        for target, future in self._futures:
-            if not future.done():
+        replies = {reply for _, reply in self._replies}
+        while replies and not self.has_failed():
+            _, replies = wait(replies, return_when=FIRST_COMPLETED)
+        wait(replies, timeout=grace_seconds)
+        for target, reply in self._replies:
+            if not reply.done():
                 target.client.close()
                 self._transport.fail(target, f"{GROUP_LOST}: another server failed")
-                continue
-            try:
-                future.result()
-            except (ServerFailure, RefusedRequest) as error:
-                self._transport.fail(target, str(error))
-        self._pool.shutdown()
+            elif failure := self._failure(reply):
+                self._transport.fail(target, failure)
+
+    def _failure(self, reply: Future[Any]) -> str | None:
+        """What is wrong with a reply that is there; other errors are raised."""
+        try:
+            answer = reply.result()
+        except (ServerFailure, RefusedRequest) as error:
+            return str(error)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            return f"{self._path}: {answer.get('message')}"
+        return None
 
 
 def description(bucket: Bucket) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def handle_of(bucket: Bucket) -> str:
     pickled = io.BytesIO()
     pickler = ForkingPickler(pickled)
     if bucket.flat.is_cuda:
-        reducers: Any = pickler.dispatch_table  # of this pickler alone
+        reducers: Any = pickler.dispatch_table  # of this pickler only
         reducers[Tensor] = _reduce_cuda_tensor
     with _sharing_by_file_name():
         pickler.dump({"flattened_tensor": bucket.flat, "metadata": _places(bucket)})
@@ -287,7 +287,7 @@ def _places(bucket: Bucket) -> list[SimpleNamespace]:
     ]
 
 
-# in the arguments of torch's rebuild_cuda_tensor
+# places in the arguments of torch's rebuild_cuda_tensor
 _STORAGE_CLASS, _DEVICE, _COUNTER, _COUNTER_OFFSET = 4, 6, 11, 12
 _NO_COUNTER = b"none"
 
@@ -299,9 +299,9 @@ def _reduce_cuda_tensor(tensor: Tensor) -> tuple[Any, ...]:
     (sglang/srt/utils/patch_torch.py).
 
     torch frees shared memory once its receiver has counted itself off, so a server that dies before
-    that would keep a buffer for good. Here a buffer waits for the reply alone, and buffers are
-    freed when every server has the weights (publisher.py). So the receiver is counted off here; its
-    own attempt finds no counter, which torch ignores, as after the sender's end.
+    that would keep a buffer for good. Here a buffer waits only for the reply, and buffers are freed
+    when every server has the weights (publisher.py). So the receiver is counted off here; its own
+    attempt finds no counter, which torch ignores, as it does after the sender's end.
     """
     reduced: Any = reductions.reduce_tensor(tensor)
     rebuild, found = reduced
@@ -337,8 +337,6 @@ class DiskTransport(Transport):
         self._model_config = model_config
         self._directory = directory
         self._num_files = 0
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="sync")
-        self._writing: Future[None] | None = None
 
     def open(self, targets: Sequence[Target], label: str) -> None:
         super().open(targets, label)
@@ -346,23 +344,15 @@ class DiskTransport(Transport):
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         self._num_files = 0
-        (self._directory / "config.json").write_text(
-            json.dumps(self._model_config), encoding="utf-8"
-        )
+        (self._directory / "config.json").write_text(json.dumps(self._model_config), "utf-8")
 
     def send(self, bucket: Bucket) -> None:
         self._num_files += 1
         file = self._directory / f"model-{self._num_files:05d}.safetensors"
-        self._settle()
-        self._writing = self._writer.submit(write_safetensors, file, bucket)
-
-    def _settle(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        # copies, because safetensors refuses tensors that share a buffer
+        save_tensors({name: tensor.cpu().clone() for name, tensor in bucket.tensors}, file)
 
     def close(self) -> None:
-        super().close()
         body = {
             "model_path": str(self._directory.resolve()),
             "load_format": "safetensors",  # the server itself started with random weights
@@ -374,8 +364,3 @@ class DiskTransport(Transport):
     def clean_up(self) -> None:
         # Not in close: a server's first tensor rank answers for all, others may still read.
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def write_safetensors(file: Path, bucket: Bucket) -> None:
-    """Each tensor is copied: safetensors refuses those that share a buffer."""
-    save_tensors({name: tensor.cpu().clone() for name, tensor in bucket.tensors}, file)

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from stable_opd_mcore.metrics import Sum
-from stable_opd_mcore.records import Sampling, Segment, SequenceScores
+from stable_opd_mcore.records import Prompt, Sampling, Segment, SequenceScores
 from stable_opd_mcore.rollout.sglang import dispatch
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
-from stable_opd_mcore.rollout.sglang.records import Answer, Job
+from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests
+from stable_opd_mcore.rollout.unfinished import not_begun
 from stable_opd_mcore.serving.client import ServerFailure
 from stable_opd_mcore.serving.requests import Call, Completion, Generation
 from tests.rollout.sglang.test_fleet import fleet_of
@@ -38,7 +39,7 @@ RESPONSE = {
 
 
 @dataclass(eq=False)
-class Drawing:
+class AbortableServer:
     """A client whose server has drawn `pace` tokens of each response when its requests are aborted,
     and draws to the end when `finish` is set. A token is its position in the sequence."""
 
@@ -108,7 +109,7 @@ def request(**sampling: Any) -> Generation:
     return Generation((1, 2), Sampling(**settings), vocab_size=5)
 
 
-def fleet_over(directory: Path, *clients: Drawing, **settings: Any) -> Fleet:
+def fleet_over(directory: Path, *clients: AbortableServer, **settings: Any) -> Fleet:
     members = [
         Member(f"server_{n}", client, None, state="ready")  # type: ignore[arg-type]
         for n, client in enumerate(clients)
@@ -116,50 +117,59 @@ def fleet_over(directory: Path, *clients: Drawing, **settings: Any) -> Fleet:
     return Fleet(members, EventLog(directory / "events.jsonl"), **settings)
 
 
-def jobs_of(
+def prompts_of(
     requests: Sequence[Generation],
     accept: Callable[[Member, Completion], bool] = lambda *_: True,
     step: int = 0,
-) -> list[Job]:
-    return [Job(r, accept, [Answer()] * r.sampling.num_samples, step) for r in requests]
+) -> list[PromptRequests]:
+    prompt = Prompt("a:0", "", (1, 2))
+    return [
+        PromptRequests(
+            request,
+            accept,
+            [not_begun(prompt, sample, 0) for sample in range(request.sampling.num_samples)],
+            step,
+        )
+        for request in requests
+    ]
 
 
-def drawn(fleet: Fleet, requests: Sequence[Generation], *accept: Any) -> list[Job]:
-    """The jobs of the requests, when nothing more happens."""
-    jobs, dispatcher = jobs_of(requests, *accept), Dispatcher(fleet)
-    dispatcher.submit(jobs)
-    dispatcher.wait(jobs)
+def sampled(fleet: Fleet, requests: Sequence[Generation], *accept: Any) -> list[PromptRequests]:
+    """The prompts of the requests, when nothing more happens."""
+    prompts, dispatcher = prompts_of(requests, *accept), Dispatcher(fleet)
+    dispatcher.submit(prompts)
+    dispatcher.wait(prompts)
     dispatcher.close()
-    return jobs
+    return prompts
 
 
 def test_each_accepted_answer_is_progress(tmp_path):
     answers, progress = iter([False, True, True]), []
-    client = Drawing()
+    client = AbortableServer()
     client.end()
     fleet = fleet_over(tmp_path, client, progress=lambda: progress.append(1))
-    drawn(fleet, [request(), request()], lambda *_: next(answers))
+    sampled(fleet, [request(), request()], lambda *_: next(answers))
     assert len(progress) == 2
 
 
 def test_aborted_responses_go_on_from_their_tokens_over_two_publishes(tmp_path):
-    client = Drawing()
+    client = AbortableServer()
     dispatcher = Dispatcher(fleet_over(tmp_path, client))
-    (job,) = jobs_of([request(max_new_tokens=8, num_samples=2)])
-    dispatcher.submit([job])
+    (prompt,) = prompts_of([request(max_new_tokens=8, num_samples=2)])
+    dispatcher.submit([prompt])
     for version in (1, 2):
         client.await_requests(2 * version)
         dispatcher.pause(abort=True)
-        assert [len(answer.token_ids) for answer in job.answers] == [3 * version] * 2
+        assert [len(rollout.token_ids) for rollout in prompt.rollouts] == [3 * version] * 2
         client.version = version
         dispatcher.resume()
     client.await_requests(6)
     client.end()
-    dispatcher.wait([job])
-    for answer in job.answers:
-        assert answer.token_ids.tolist() == list(range(2, 10))
-        assert answer.segments == (Segment(3, 0), Segment(3, 1), Segment(2, 2))
-        assert (len(answer.logprobs), answer.finish_reason) == (8, "length")
+    dispatcher.wait([prompt])
+    for rollout in prompt.rollouts:
+        assert rollout.token_ids.tolist() == list(range(2, 10))
+        assert rollout.segments == (Segment(3, 0), Segment(3, 1), Segment(2, 2))
+        assert (len(rollout.rollout_logprobs), rollout.finish_reason) == (8, "length")
     asked = [(r.num_sampled, r.sampling.max_new_tokens) for r in client.requests]
     assert asked == [(0, 8), (0, 8), (3, 5), (3, 5), (6, 2), (6, 2)]
     assert dispatcher.take_metrics()["engine/continued"] == Sum(4)
@@ -168,12 +178,12 @@ def test_aborted_responses_go_on_from_their_tokens_over_two_publishes(tmp_path):
 
 def test_a_server_waits_while_no_request_is_in_flight(tmp_path, monkeypatch):
     """Aborted and sent again: busy twice, with the pause between them."""
-    client, noted = Drawing(), []
+    client, noted = AbortableServer(), []
     fleet = fleet_over(tmp_path, client)
     monkeypatch.setattr(fleet.idle, "count", lambda *counted: noted.append(counted))
     dispatcher = Dispatcher(fleet)
-    (job,) = jobs_of([request(max_new_tokens=8, num_samples=2)])
-    dispatcher.submit([job])
+    (prompt,) = prompts_of([request(max_new_tokens=8, num_samples=2)])
+    dispatcher.submit([prompt])
     begun_and_ended = [("server_0", 1)] * 2 + [("server_0", -1)] * 2
     client.await_requests(2)
     dispatcher.pause(abort=True)
@@ -181,21 +191,21 @@ def test_a_server_waits_while_no_request_is_in_flight(tmp_path, monkeypatch):
     dispatcher.resume()
     client.await_requests(4)
     client.end()
-    dispatcher.wait([job])
+    dispatcher.wait([prompt])
     assert noted == begun_and_ended * 2
     dispatcher.close()
 
 
 def test_a_teacher_is_asked_about_finished_responses_while_others_are_drawn(tmp_path):
     """Not those that were interrupted; the last one before `wait` returns."""
-    first, second = Drawing(), Drawing()
+    first, second = AbortableServer(), AbortableServer()
     dispatcher = Dispatcher(fleet_over(tmp_path, first, second))
-    jobs = jobs_of([request(max_new_tokens=4, num_samples=2), request(max_new_tokens=8)])
+    prompts = prompts_of([request(max_new_tokens=4, num_samples=2), request(max_new_tokens=8)])
     told: queue.Queue[tuple[int, Sequence[int]]] = queue.Queue()
-    replies = [Future[SequenceScores]() for _ in jobs]
-    for number, job in enumerate(jobs):
-        job.ask = lambda tokens, number=number: told.put((number, tokens)) or replies[number]
-    dispatcher.submit(jobs)
+    replies = [Future[SequenceScores]() for _ in prompts]
+    for number, prompt in enumerate(prompts):
+        prompt.ask = lambda tokens, number=number: told.put((number, tokens)) or replies[number]
+    dispatcher.submit(prompts)
     second.await_requests(1)
     first.end()
     for number, tokens in [told.get(timeout=30) for _ in range(2)]:
@@ -204,36 +214,39 @@ def test_a_teacher_is_asked_about_finished_responses_while_others_are_drawn(tmp_
     assert told.empty()
     second.end()
     dispatcher.resume()
-    dispatcher.wait(jobs)
+    dispatcher.wait(prompts)
     number, tokens = told.get_nowait()
     assert (number, list(tokens)) == (1, list(range(2, 10)))
-    assert [job.scores for job in jobs] == [dict.fromkeys((0, 1), replies[0]), {0: replies[1]}]
+    assert [prompt.scores for prompt in prompts] == [
+        dict.fromkeys((0, 1), replies[0]),
+        {0: replies[1]},
+    ]
     dispatcher.close()
 
 
 def test_a_response_without_tokens_is_asked_for_again(tmp_path):
-    client = Drawing(pace=0)
+    client = AbortableServer(pace=0)
     dispatcher = Dispatcher(fleet_over(tmp_path, client))
-    (job,) = jobs_of([request(max_new_tokens=4)])
-    dispatcher.submit([job])
+    (prompt,) = prompts_of([request(max_new_tokens=4)])
+    dispatcher.submit([prompt])
     client.await_requests(1)
     dispatcher.pause(abort=True)
-    assert not job.answers[0].has_tokens
+    assert not len(prompt.rollouts[0].token_ids)
     dispatcher.resume()
     client.end()
-    dispatcher.wait([job])
-    assert job.answers[0].segments == (Segment(4, 0),)
+    dispatcher.wait([prompt])
+    assert prompt.rollouts[0].segments == (Segment(4, 0),)
     assert not (tmp_path / "events.jsonl").exists()
 
 
 def test_a_killed_servers_response_goes_on_elsewhere(tmp_path):
     """It keeps the tokens of the replies before; what the dead server drew since was never sent."""
-    dies, lives = Drawing(), Drawing(version=1)
+    dies, lives = AbortableServer(), AbortableServer(version=1)
     fleet = fleet_over(tmp_path, dies, lives)
     fleet.members[1].state = "needs_weights"
     dispatcher = Dispatcher(fleet)
-    (job,) = jobs_of([request(max_new_tokens=8)])
-    dispatcher.submit([job])
+    (prompt,) = prompts_of([request(max_new_tokens=8)])
+    dispatcher.submit([prompt])
     dies.await_requests(1)
     dispatcher.pause(abort=True)
     dispatcher.resume()
@@ -241,37 +254,37 @@ def test_a_killed_servers_response_goes_on_elsewhere(tmp_path):
     fleet.members[1].state = "ready"
     dies.kill()
     lives.end()
-    dispatcher.wait([job])
-    assert job.answers[0].token_ids.tolist() == list(range(2, 10))
-    assert job.answers[0].segments == (Segment(3, 0), Segment(5, 1))
+    dispatcher.wait([prompt])
+    assert prompt.rollouts[0].token_ids.tolist() == list(range(2, 10))
+    assert prompt.rollouts[0].segments == (Segment(3, 0), Segment(5, 1))
     assert happened(tmp_path) == ["failure", "redrawn"]
 
 
 def test_without_aborts_a_pause_waits_for_what_is_in_flight_alone(tmp_path):
-    client = Drawing()
+    client = AbortableServer()
     fleet = fleet_over(tmp_path, client)
     fleet.members[0].max_in_flight = 1
     dispatcher = Dispatcher(fleet)
-    jobs = jobs_of([request(max_new_tokens=4)] * 2)
-    dispatcher.submit(jobs)
+    prompts = prompts_of([request(max_new_tokens=4)] * 2)
+    dispatcher.submit(prompts)
     client.await_requests(1)
     threading.Timer(0.1, client.end).start()
     dispatcher.pause(abort=False)
-    assert [job.is_done for job in jobs] == [True, False]
+    assert [prompt.is_done for prompt in prompts] == [True, False]
     dispatcher.resume()
-    dispatcher.wait(jobs)
-    assert jobs[1].is_done
+    dispatcher.wait(prompts)
+    assert prompts[1].is_done
 
 
 def test_the_order_is_by_step_then_sample_then_submission(tmp_path):
-    client = Drawing()
+    client = AbortableServer()
     fleet = fleet_over(tmp_path, client)
     fleet.members[0].max_in_flight = 1
     dispatcher = Dispatcher(fleet)
     dispatcher.hold()
     for prompt, step in enumerate((2, 1, 1)):
         asked = replace(request(num_samples=2), token_ids=(prompt,))
-        dispatcher.submit(jobs_of([asked], step=step))
+        dispatcher.submit(prompts_of([asked], step=step))
     dispatcher.resume()
     client.end()
     client.await_requests(6)
@@ -280,26 +293,26 @@ def test_the_order_is_by_step_then_sample_then_submission(tmp_path):
 
 
 def test_servers_have_equally_many_responses_and_each_at_most_its_share(tmp_path):
-    clients = Drawing(), Drawing(), Drawing()
+    clients = AbortableServer(), AbortableServer(), AbortableServer()
     fleet = fleet_over(tmp_path, *clients)
     fleet.members[0].max_in_flight = 3
     dispatcher = Dispatcher(fleet)
-    jobs = jobs_of([request(max_new_tokens=9) for _ in range(21)])
-    dispatcher.submit(jobs)
+    prompts = prompts_of([request(max_new_tokens=9) for _ in range(21)])
+    dispatcher.submit(prompts)
     assert [member.in_flight for member in fleet.members] == [3, 9, 9]
     for client in clients:
         client.end()
-    dispatcher.wait(jobs)
-    assert all(job.is_done for job in jobs)
+    dispatcher.wait(prompts)
+    assert all(prompt.is_done for prompt in prompts)
     assert [member.in_flight for member in fleet.members] == [0, 0, 0]
 
 
 def test_a_prompt_stays_where_it_was_computed_unless_that_server_has_more_to_do(tmp_path):
-    fleet = fleet_over(tmp_path, Drawing(), Drawing())
+    fleet = fleet_over(tmp_path, AbortableServer(), AbortableServer())
     dispatcher = Dispatcher(fleet)
-    dispatcher.submit(jobs_of([request(num_samples=4)] * 2))
+    dispatcher.submit(prompts_of([request(num_samples=4)] * 2))
     assert [member.in_flight for member in fleet.members] == [4, 4]
-    dispatcher.submit(jobs_of([request(num_samples=20)]))
+    dispatcher.submit(prompts_of([request(num_samples=20)]))
     assert [member.in_flight for member in fleet.members] == [16, 12]
     fleet.stop()
 
@@ -327,8 +340,8 @@ def test_broken_replies_are_repeated_and_counted(tmp_path, monkeypatch):
     with http_server(lambda _: next(replies, GOOD)) as url:
         fleet = fleet_of(tmp_path, url)
         for _ in BROKEN:
-            (job,) = drawn(fleet, [request()])
-            assert [answer.token_ids.tolist() for answer in job.answers] == [[2]]
+            (prompt,) = sampled(fleet, [request()])
+            assert [rollout.token_ids.tolist() for rollout in prompt.rollouts] == [[2]]
     assert next(replies, None) is None
     assert fleet.members[0].state == "ready"
     assert happened(tmp_path) == ["retried"] * len(BROKEN)
@@ -338,7 +351,7 @@ def test_a_failing_servers_requests_go_to_the_other_server(tmp_path, monkeypatch
     monkeypatch.setattr(dispatch, "pause_seconds", lambda attempt: 0.0)
     with http_server(lambda _: (502, b"")) as fails, http_server(lambda _: GOOD) as answers:
         fleet = fleet_of(tmp_path, fails, answers)
-        assert all(job.is_done for job in drawn(fleet, [request()] * 10))
+        assert all(prompt.is_done for prompt in sampled(fleet, [request()] * 10))
     assert [member.state for member in fleet.members] == ["restarting", "ready"]
     kinds = happened(tmp_path)
     assert kinds.index("retried") < kinds.index("failure") < kinds.index("redrawn")
@@ -354,6 +367,6 @@ def test_without_a_server_a_job_is_not_done(tmp_path):
             fleet.weights_outdated(member)
             return False
 
-        (job,) = drawn(fleet, [request()], refuse)
-    assert not job.answers[0].has_tokens
+        (prompt,) = sampled(fleet, [request()], refuse)
+    assert not len(prompt.rollouts[0].token_ids)
     assert fleet.members[0].state == "needs_weights"

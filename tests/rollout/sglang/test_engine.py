@@ -13,10 +13,11 @@ from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
-from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus
+from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
+from stable_opd_mcore.rollout.sglang.publisher import ServerStatus
 from tests.config.cases import run_with
 from tests.integration.sglang_tools import architecture
-from tests.rollout.sglang.test_dispatch import Drawing
+from tests.rollout.sglang.test_dispatch import AbortableServer
 
 FIELDS = architecture(tied=False)
 K = 4
@@ -26,7 +27,7 @@ PROMPTS = [Prompt(f"a:{i}", "", (1, 2)) for i in range(2)]
 def engine_of(
     directory: Path,
     world: World,
-    client: Drawing,
+    client: AbortableServer,
     *,
     partial: bool,
 ) -> tuple[SglangEngine, list[int]]:
@@ -45,13 +46,13 @@ def engine_of(
     engine = SglangEngine(config, world, chunks, fleet, None, 32, DeviceMemory())
     sent: list[int] = []
 
-    def send(statuses: Sequence[ServerStatus], version: int) -> tuple[dict[str, str | None], int]:
+    def push(statuses: Sequence[ServerStatus], version: int) -> tuple[dict[str, str | None], int]:
         assert not member.in_flight, "no request meanwhile"
         client.version = version
         sent.append(version)
         return {status.name: None for status in statuses}, 0
 
-    engine._publisher._send_to = send
+    engine._publisher._push = push
     return engine, sent
 
 
@@ -62,8 +63,8 @@ def steps(engine: SglangEngine, number: int) -> list[list[int]]:
         engine.publish(step)
         for later in range(step, step + 1 + K):
             engine.prefetch(PROMPTS, sampling, step=later, weight_version=later)
-        drawn = engine.generate(PROMPTS, sampling, step=step)
-        versions.append(sorted({rollout.weight_version for rollout in drawn}))
+        sampled = engine.generate(PROMPTS, sampling, step=step)
+        versions.append(sorted({rollout.weight_version for rollout in sampled}))
     return versions
 
 
@@ -77,8 +78,8 @@ def steps(engine: SglangEngine, number: int) -> list[list[int]]:
 def test_first_tokens_are_at_most_max_staleness_versions_old(
     tmp_path, world, partial, versions, sent
 ):
-    """An evaluation has the present weights, and so has what is drawn after the guard's return."""
-    client = Drawing()
+    """An evaluation has the current weights, and so has what follows the guard's return."""
+    client = AbortableServer()
     client.end()
     engine, published = engine_of(tmp_path, world, client, partial=partial)
     assert steps(engine, 8) == [[version] for version in versions]

@@ -1,7 +1,4 @@
-"""How long a fleet waits for servers that do not answer, and several leaders' views of one server.
-
-tests/integration has real servers.
-"""
+"""How long a fleet waits for servers that do not answer. tests/integration has real servers."""
 
 import errno
 import itertools
@@ -15,7 +12,7 @@ import pytest
 
 import stable_opd_mcore.rollout.sglang.fleet as fleet_module
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
-from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, ServerStatus, one_per_server
+from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.process import (
@@ -218,27 +215,3 @@ def test_probes_count_from_the_first_answer_on(tmp_path, monkeypatch):
     assert fleet.lost is not None
     assert "hung: 2 health probes went unanswered" in fleet.lost
     assert list(answers) == []
-
-
-def status(name: str, state: str, life: int = 0, sender: int | None = 0) -> ServerStatus:
-    return ServerStatus(name, f"http://{name}", "key", state, 1, life, sender)
-
-
-def test_a_shared_server_is_sent_the_weights_once_if_any_leader_saw_that_it_lacks_them():
-    seen = [status("a", "ready"), status("b", "ready"), status("a", "needs_weights", life=2)]
-    assert one_per_server(seen) == [status("a", "needs_weights", life=2), status("b", "ready")]
-
-
-def test_every_failure_that_a_leader_sees_changes_the_life():
-    lives = ((0, 0), (1, 0), (1, 1))
-    found = {
-        one_per_server([status("a", "ready", first), status("a", "ready", second)])[0].life
-        for first, second in lives
-    }
-    assert len(found) == len(lives)
-
-
-def test_the_leader_that_started_a_server_sends():
-    seen = [status("a", "ready", sender=None), status("a", "ready", sender=3)]
-    assert [each.sender for each in one_per_server(seen)] == [3]
-    assert one_per_server(seen[:1])[0].sender is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +27,11 @@ class Refusing:
     def __init__(self) -> None:
         self.sent: list[tuple[str, dict[str, Any]]] = []
 
-    def call(self, method, path, payload, timeout_seconds):
-        self.sent.append((path, payload))
-        return {"success": False, "message": "refused"}
+    def submit(self, request, timeout_seconds):
+        self.sent.append((request.path, request.content))
+        reply = Future()
+        reply.set_result({"success": False, "message": "refused"})
+        return reply
 
     def close(self):
         pass

@@ -14,7 +14,7 @@ from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
-from stable_opd_mcore.rollout.sglang.publisher import Publisher
+from stable_opd_mcore.rollout.sglang.publisher import Publisher, ServerStatus, one_per_server
 from stable_opd_mcore.rollout.sglang.transports import TensorTransport
 from stable_opd_mcore.serving.client import SglangClient
 from tests.config.cases import run_with
@@ -47,10 +47,10 @@ def publish_on_two_ranks(rank: int, _: int, urls: list[str], method: str, folder
     for version in range(2):
         if rank == 1:
             fleet.weights_outdated(members[0])  # a shared one still counts as ready on rank 0
-        sent = publisher.send(version, resent=False)
+        lost, num_bytes = publisher.publish(version, resent=False)
         assert [member.state for member in members] == ["ready"] * len(members)
         sends = rank == 0 if method == "distributed" else rank == 1 or version == 0
-        assert (sent.num_bytes > 0, sent.lost) == (sends, None)
+        assert (num_bytes > 0, lost) == (sends, None)
     stop_world()
 
 
@@ -59,3 +59,30 @@ def test_every_leader_learns_that_a_server_has_the_weights(tmp_path, method):
     with receiver(FIELDS) as first, receiver(FIELDS) as second:
         urls = [first] if method == "distributed" else [first, second]
         run_ranks(2, publish_on_two_ranks, urls, method, str(tmp_path))
+
+
+CLIENT = SglangClient("http://127.0.0.1:9")
+
+
+def status(name: str, state: str, life: int = 0, sender: int | None = 0) -> ServerStatus:
+    return ServerStatus(name, CLIENT, 1, life, state, sender)
+
+
+def test_a_shared_server_is_sent_the_weights_once_if_any_leader_saw_that_it_lacks_them():
+    seen = [status("a", "ready"), status("b", "ready"), status("a", "needs_weights", life=2)]
+    assert one_per_server(seen) == [status("a", "needs_weights", life=2), status("b", "ready")]
+
+
+def test_every_failure_that_a_leader_sees_changes_the_life():
+    lives = ((0, 0), (1, 0), (1, 1))
+    found = {
+        one_per_server([status("a", "ready", first), status("a", "ready", second)])[0].life
+        for first, second in lives
+    }
+    assert len(found) == len(lives)
+
+
+def test_the_leader_that_started_a_server_sends():
+    seen = [status("a", "ready", sender=None), status("a", "ready", sender=3)]
+    assert [each.sender for each in one_per_server(seen)] == [3]
+    assert one_per_server(seen[:1])[0].sender is None

@@ -22,7 +22,7 @@ from stable_opd_mcore.rollout.sglang.group import (
     join_group,
     prepare_nccl,
 )
-from stable_opd_mcore.rollout.sglang.sync import make_buckets, publish_weights
+from stable_opd_mcore.rollout.sglang.sync import make_buckets, push_once
 from stable_opd_mcore.rollout.sglang.transports import (
     Buffers,
     DiskTransport,
@@ -80,7 +80,7 @@ def transport_of(method: str, tmp_path):
 def publish(chunks, transport, urls, version, clients=None):
     """To receivers at `urls`, by new clients unless these are given."""
     clients = clients or [SglangClient(url) for url in urls]
-    return publish_weights(
+    return push_once(
         chunks,
         [Target(f"receiver_{i}", client, 1) for i, client in enumerate(clients)],
         transport,
@@ -176,7 +176,7 @@ def test_a_call_that_blocks_in_nccl_is_abandoned_at_the_deadline(chunks, monkeyp
         assert outcome.verified == ()
         assert outcome.failed.keys() == {"receiver_0"}
         monkeypatch.undo()
-        transport._timeout = 60.0
+        transport.timeout = 60.0
         assert publish(chunks, transport, [later], 1).verified == ("receiver_0",)
     stuck = [thread for thread in threading.enumerate() if thread.name == "weight-group"]
     assert stuck
