@@ -32,7 +32,7 @@ from stable_opd_mcore.config.training import Fp8, Fp8Recipe, Fp8Role
 from stable_opd_mcore.losses.objectives import build_objective
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
-from stable_opd_mcore.rollout.choice import training_sampling
+from stable_opd_mcore.rollout.build_engine import training_sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.run_inputs import (
     configured_architecture,

@@ -6,12 +6,9 @@ it. No GPU has confirmed it. It compares values of train.recompute and memory.of
 
 from dataclasses import dataclass
 
-from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.planning.hardware import DEVICES, Cluster
 from stable_opd_mcore.planning.memory import stage_plan
 from stable_opd_mcore.planning.model_size import ModelSize
-from stable_opd_mcore.planning.planned_run import Models, PlannedRun, default_work
+from stable_opd_mcore.planning.planned_run import PlannedRun
 
 # Seconds of one decoding step beyond its memory traffic and products.
 SGLANG_SECONDS = 0.002  # CUDA graphs
@@ -51,14 +48,6 @@ def step_seconds(run: PlannedRun) -> StepSeconds:
     if run.config.rollout.has_servers and run.config.rollout.max_staleness:
         rollout = max(0.0, rollout - score_seconds - update_seconds - offload)
     return StepSeconds(rollout, score_seconds, update_seconds, offload)
-
-
-def embedded_seconds(config: Config, student: Architecture, gpus: int) -> float:
-    """One step's rollouts by the embedded engine on `gpus` H200s, at half the longest length."""
-    run = PlannedRun(
-        config, Models(student), Cluster(1, gpus), DEVICES["h200"], default_work(config)
-    )
-    return _rollout_seconds(run)
 
 
 def _forward_flops(run: PlannedRun, size: ModelSize, sequences: int) -> float:

@@ -58,11 +58,11 @@ class EmbeddedEngine(RolloutEngine):
         UserError: the model has fewer vocabulary entries than `vocab_size`.
     """
 
-    chunks: Sequence[torch.nn.Module]  # of this rank, with or without gradient wrapper
+    chunks: Sequence[torch.nn.Module]  # this rank's, with or without gradient wrapper
     world: World
     decode: Callable[[Sequence[int]], str]  # token ids (no stop token) to text
     _: KW_ONLY
-    vocab_size: int  # of the tokenizer of student and teacher; larger ids are never sampled
+    vocab_size: int  # the tokenizer's, of student and teacher; larger ids are never sampled
     max_rows: int = 256  # responses decoded at once; more are sampled in several batches
     progress: Callable[[], None] = lambda: None  # called after each decoded token of the batch
     max_staleness: int = 0  # rollout.max_staleness
@@ -251,7 +251,7 @@ class EmbeddedEngine(RolloutEngine):
             dtype=config.params_dtype,
             device=tokens_BT.device,
         )
-        group = self.world.groups.pp  # in which virtual stages go round
+        group = self.world.groups.pp  # virtual stages go round in it
         rank, size = self.world.pipeline_rank, self.world.pipeline_size
         cache.begin(num_tokens)
         for chunk in self._chunks:

@@ -1,14 +1,12 @@
 """What a rollout engine is: prompts in, sampled responses and their weight version out.
 
-Training step, evaluation and demo use engines through this class only. Not here: how tokens are
-drawn (noise.py), the engines (embedded.py, replay.py, sglang/), rewards.
+Training step, evaluation and demo use engines through this class only. Ordering: `generate` samples
+from the weights of the last `publish`. All tensor- and pipeline-parallel ranks of a replica make
+the same calls and get the same rollouts; data-parallel ranks pass different prompts and may pass
+none.
 
-Ordering: `generate` draws from the weights of the last `publish`. All tensor- and pipeline-parallel
-ranks of a replica make the same calls and get the same rollouts; data-parallel ranks pass different
-prompts and may pass none.
-
-What an engine has drawn ahead is a cache: `generate` draws what is missing. It is not saved, so a
-run that resumes begins without it, as after `drop_ahead`.
+What an engine has sampled ahead is a cache: `generate` samples what is missing. It is not saved, so
+a run that resumes begins without it, as after `drop_ahead`.
 """
 
 from __future__ import annotations
@@ -22,20 +20,21 @@ from stable_opd_mcore.serving.idle_clock import IdleClock
 
 
 class RolloutEngine:
-    """Draws responses from the student's weights of version `weight_version`.
+    """Samples responses from the student's weights of version `weight_version`.
 
-    What is written here is enough for an engine that has no servers and cannot prefetch.
+    The methods below are enough for an engine that has no servers and cannot prefetch.
     """
 
     weight_version: int = 0
-    idle: IdleClock | None = None  # of this rank's servers; None: an engine without servers
+    idle: IdleClock | None = None  # this rank's servers; None: an engine without servers
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
-        """`sampling.num_samples` rollouts per prompt, all of the first prompt first. With
-        `sampling.scored` those of an engine with servers have their `teacher_scores`, unless the
-        teacher is lost.
+        """`sampling.num_samples` rollouts per prompt, all of the first prompt first.
+
+        With `sampling.scored` rollouts from servers have their `teacher_scores`, unless the teacher
+        is lost.
 
         Raises:
             UserError: a prompt that the model cannot take (see `check_prompts`).
@@ -43,23 +42,23 @@ class RolloutEngine:
         raise NotImplementedError
 
     def publish(self, weight_version: int) -> None:
-        """Draw from the student's current weights from now on."""
+        """Sample from the student's current weights from now on."""
         self.weight_version = weight_version
 
     def prefetch(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
     ) -> None:
-        """Draw the rollouts of `step` ahead, or continue with them, if the engine can.
+        """Sample the rollouts of `step` ahead, or continue with them, if the engine can.
 
         With rollout.max_staleness each step calls it for its own prompts and for those of the steps
-        that are drawn ahead, the nearest first, and then `generate` for its own.
+        that are sampled ahead, the nearest first, and then `generate` for its own.
 
         Args:
             weight_version: of the weights that `step` will update.
         """
 
     def drop_ahead(self) -> None:
-        """Forget what is drawn ahead: its weights are abandoned."""
+        """Forget what is sampled ahead: its weights are abandoned."""
 
     def take_metrics(self) -> Metrics:
         """This rank's metrics since the last call; the caller reduces them over ranks."""
@@ -70,7 +69,7 @@ class RolloutEngine:
 
 
 class EngineLost(UserError):
-    """No more rollouts can be drawn.
+    """No more rollouts can be sampled.
 
     `generate` raises it on every rank before the step changes anything, so the training state can
     be saved.

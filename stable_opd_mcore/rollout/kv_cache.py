@@ -6,7 +6,6 @@ position (padding does not count), so a row's numbers do not depend on the other
 no key is rotated twice. The capacity grows by half when it is full. Dropping finished rows also
 drops slots that are padding for all remaining rows.
 
-Not a model and not a scheduler: embedded.py decides when rows enter and leave. No Megatron here.
 Letters: B rows, T new tokens per row, S slots, G key-value groups with R query heads each, D head
 size, P positions, E = 2 D numbers of a rotation.
 """

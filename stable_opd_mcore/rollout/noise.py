@@ -1,11 +1,11 @@
-"""Sampling noise as a pure function of (seed, step, prompt, sample, position), and the draw itself.
+"""Sampling, with noise that is a pure function of (seed, step, prompt, sample, position).
 
 With a sequential random stream, a rollout would depend on the other rows of its batch, on the
 parallel layout and on restarts. Here a row's 64-bit key is a BLAKE2b digest of (seed, step, prompt
 id, sample index), and position t uses output t of the SplitMix64 generator seeded with that key
 (Steele, Lea, Flood 2014: state + (t+1) * gamma, then a bijective mix).
 
-Not a general random number generator; torch's is not used. Letters: B rows, V vocabulary.
+Letters: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _shift(value: Tensor, bits: int) -> Tensor:
 def sample_tokens(
     logits_BV: Tensor, temperature: float, top_p: float, uniform_B: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row by inverse CDF.
+    """Sample one token per row by inverse CDF.
 
     Args:
         logits_BV: fp32, the common vocabulary only (no padded columns).
@@ -62,7 +62,7 @@ def sample_tokens(
     Returns:
         tokens_B (int64) and logprobs_B (fp32). The log-probabilities are of the full softmax at the
         temperature (greedy: at 1), which the loss compares, and not renormalised over the top-p
-        set. A token of probability zero is never drawn.
+        set. A token of probability zero is never sampled.
     """
     if temperature == 0:
         logprobs_BV = torch.log_softmax(logits_BV, dim=-1)

@@ -1,8 +1,7 @@
 """Rollouts of a stored run, read step by step instead of sampled.
 
 With the same rollouts, two layouts, versions or objectives can be compared number by number. Stored
-responses and log-probabilities are returned unchanged; this run's student draws nothing. Not here:
-the file format (data/rollout_files.py).
+responses and log-probabilities are returned unchanged; this run's student samples nothing.
 """
 
 from __future__ import annotations
@@ -43,9 +42,10 @@ class ReplayEngine(RolloutEngine):
     def _stored_path(self, step: int) -> Path:
         path = RunDirectory(self._run_directory).rollouts(step)
         if not path.is_file():
+            num_stored = len(list(path.parent.glob("step_*.jsonl")))
             raise UserError(
                 f"{path}: step {step} was not stored; the run to replay must have at least as "
-                f"many steps as this one (it has {self._stored_steps()}), and rollout.save=all"
+                f"many steps as this one (it has {num_stored}), and rollout.save=all"
             )
         return path
 
@@ -58,7 +58,7 @@ class ReplayEngine(RolloutEngine):
 
         Raises:
             UserError: the step was not stored, or with other prompts, other prompt tokens or fewer
-                samples; the message names the file and the remedy.
+                samples.
         """
         path = self._stored_path(step + 1)
         stored: dict[str, dict[int, Rollout]] = {}
@@ -69,9 +69,6 @@ class ReplayEngine(RolloutEngine):
             for prompt in prompts
             for sample in range(sampling.num_samples)
         ]
-
-    def _stored_steps(self) -> int:
-        return len(list(RunDirectory(self._run_directory).rollouts(0).parent.glob("step_*.jsonl")))
 
 
 def _stored_sample(

@@ -2,8 +2,10 @@
 
 Any architecture that models/ can build, on the same tensor and pipeline ranks, run forward only
 over the student's micro-batches. The output head is multiplied in blocks of rows (token_scores.py),
-so the logits of a whole micro-batch never exist. A loss over the full vocabulary is given the
-hidden states alone and multiplies the head itself. Not here: served teachers, losses.
+so the logits of a whole micro-batch never exist. A loss over the full vocabulary gets only the
+hidden states and multiplies the head itself.
+
+Letters: T tokens of a micro-batch, N scored rows, H hidden size.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ class MegatronScorer(Scorer):
         UserError: the model has fewer vocabulary entries than `vocab_size`.
     """
 
-    chunks: Sequence[Module]  # of this rank, in evaluation mode or without dropout
+    chunks: Sequence[Module]  # this rank's, in evaluation mode or without dropout
     world: World
     _: KW_ONLY
     vocab_size: int  # the common vocabulary of student and teacher; larger ids are padding
-    temperature: float = 1.0  # of the rollouts, so that all log-probabilities are comparable
+    temperature: float = 1.0  # the rollouts', so that all log-probabilities are comparable
     stop_ids: tuple[int, ...] = ()  # scored together, as one outcome (docs/method.md §4)
     top_k: int | None = None  # also keep the K most probable tokens and their log-probabilities
     merged_ids: tuple[int, ...] = ()  # stop ids that are one entry of this list
-    hidden_alone: bool = False  # return hidden_NH only, for losses over the full vocabulary
+    hidden_only: bool = False  # return only hidden_NH, for losses over the full vocabulary
     # the model's head where its shards have been cut anew, at the student's vocabulary entries
     # (align_head); None: as Megatron cuts it
     head: Head | None = None
@@ -78,7 +80,7 @@ class MegatronScorer(Scorer):
     def _scores_of(self, hidden_TH: Tensor, batch: MicroBatch) -> Scores:
         assert self.head is not None, "the last pipeline stage holds the output head"
         hidden_NH = hidden_TH.index_select(0, batch.rows_N)
-        if self.hidden_alone:
+        if self.hidden_only:
             return Scores(None, hidden_NH=hidden_NH)
         return score(
             hidden_NH,

@@ -1,13 +1,12 @@
 """A teacher that reads another prompt than the student: `teacher.prompt`.
 
-The student's response follows the teacher's prompt token for token. The teacher so has sequences of
-its own lengths, packed into micro-batches of its own, and its scores are brought back to the rows
-of the student's micro-batches: number r of R counts the response tokens of this rank's scored
-samples, in order. Under context parallelism a token may lie on different ranks in the two packings;
-its values are then summed over the context ranks, of which one has them and the others have zeros.
+The student's response follows the teacher's prompt token for token. So the teacher has sequences of
+its own lengths, packed into micro-batches of its own, and its scores are moved back to the rows of
+the student's micro-batches. Under context parallelism a token may be on different ranks in the two
+packings; its values are then summed over the context ranks: one has them, the others have zeros. A
+served teacher is sent its own prompt (serving/teacher.py), and its scores need not be moved.
 
-Not here: the text of the prompt (data/teacher_prompt.py), scoring itself (megatron.py). A served
-teacher is sent its own prompt at once (serving/teacher.py), and its scores need not be moved.
+Letters: N rows of a micro-batch, B samples, R response tokens of this rank's scored samples.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
 from stable_opd_mcore.scoring.scorer import Scorer
 
-Pack = Callable[[Sequence[Sample]], list[MicroBatch]]  # on this rank's device; collective
+Pack = Callable[[Sequence[Sample]], list[MicroBatch]]  # puts them on this rank's device; collective
 
 
 class OwnPromptScorer(Scorer):
@@ -47,7 +46,7 @@ class OwnPromptScorer(Scorer):
         starts, starts_of_scored = self._starts(samples), self._starts(scored)
         rows_of_teacher = [_numbers(batch, starts_of_scored) for batch in own]
         rows_of_student = [_numbers(batch, starts) for batch in microbatches]
-        num_rows = sum(_num_rows(sample) for sample in scored)  # R
+        num_rows = sum(_num_rows(sample) for sample in scored)
         to_teacher = (num_rows, rows_of_student, rows_of_teacher)
         to_student = (num_rows, rows_of_teacher, rows_of_student)
         # The student's targets: a caller may ask for others than the response tokens.

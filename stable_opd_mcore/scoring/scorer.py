@@ -1,10 +1,9 @@
 """What a scorer is: a model that gives the log-probabilities of the response tokens.
 
 Teacher, reference and behaviour policy (the student before its update, when one batch of rollouts
-serves several) score the same micro-batches through it. Not here: the computation (megatron.py,
-served.py), which scores an objective needs (losses/).
-
-Ordering: scores are of the weights at the time of the call; nothing is cached between calls.
+serves several) score the same micro-batches through it. A model in the trainer (megatron.py) scores
+with its weights at the time of the call; scores of a served teacher (served.py) came with the
+samples.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from stable_opd_mcore.records import MicroBatch, Sample, Scores
 
 
 class Scorer:
-    """A model on the same tensor x pipeline x data ranks as the student."""
+    """Scores the rows of micro-batches, on all ranks of the student."""
 
-    head: Head | None = None  # this rank's shard of the output head; None off the last stage
+    # this rank's shard of the output head; None off the last stage and for a served teacher
+    head: Head | None = None
 
     def score(
         self, microbatches: Sequence[MicroBatch], samples: Sequence[Sample] = ()
@@ -29,7 +29,7 @@ class Scorer:
         All ranks of the replica call it with the same micro-batches, at least one.
 
         Args:
-            samples: what `sample_index_N` of the micro-batches points into. Only a teacher with a
+            samples: those that the micro-batches' `sample_index_N` indexes. Only a teacher with a
                 prompt of its own reads them.
         """
         raise NotImplementedError
@@ -47,7 +47,7 @@ def with_scores(
     the loss reads none (MicroBatch.is_scored).
 
     Args:
-        samples: as in `Scorer.score`.
+        samples: see `Scorer.score`.
         behaviour: gives `old_logprob_N` and `old_token_logprob_N`. Without it both stay None: the
             loss then uses the current policy, which is exact for the first update of a batch.
     """

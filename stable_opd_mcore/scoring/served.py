@@ -1,11 +1,11 @@
-"""A scorer that reads what a served teacher has said: the scores that came with the samples.
+"""A scorer that reads the scores of a served teacher, which came with the samples.
 
-They are packed and sliced as every other value of a token (MicroBatch.served_...), so each rank of
-any layout has those of its rows. Two scorers may read the same scores: the loss's, and that of the
-metrics of both models' most probable tokens. HTTP carries no hidden states, so objectives over the
-full vocabulary need a Megatron teacher (megatron.py).
+They are packed and sliced like every other value of a token (MicroBatch.served_...), so each rank
+of any layout has those of its rows. Two scorers may read the same scores: the loss's, and that of
+the metrics of both models' most probable tokens. HTTP carries no hidden states, so objectives over
+the full vocabulary need a Megatron teacher (megatron.py).
 
-Not here: asking (serving/teacher.py).
+Letters: N rows, K entries of a top-K list, E extra ids, J merged ids.
 """
 
 from __future__ import annotations

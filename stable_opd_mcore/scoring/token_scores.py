@@ -1,7 +1,9 @@
 """Forward-only scores of the scored rows, in blocks: log-probabilities, entropy, top-K, overlap.
 
-Teacher, reference and student are all scored here; nothing of size [N, V] is kept. Not here:
-gradients (losses/fused.py). N scored rows, K entries of a top-K list.
+Teacher, reference and student are all scored here; nothing of size [N, V] is kept.
+
+Letters: N scored rows, C rows of a block, V rows of this rank's shard of the head, H hidden size, K
+entries of a top-K list, J ids that are looked up at every row.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def score(
     count = targets_N.shape[0]
     if hidden_NH.shape[0] != count:
         raise ValueError(
-            f"{hidden_NH.shape[0]} hidden states for {count} targets: select the scored rows"
+            f"{hidden_NH.shape[0]} hidden states for {count} targets, expected as many: select the "
+            "scored rows"
         )
     dtype = accumulation_dtype(head.weight_VH)
     logprob_N, token_logprob_N, entropy_N = hidden_NH.new_empty(3, count, dtype=dtype)

@@ -1,7 +1,7 @@
 """The servers' API key: the content of a file that only its owner can read.
 
-It is neither a setting (a run stores its settings beside its metrics) nor an argument (every user
-of a machine can list the arguments of its processes). Not here: sending it (client.py).
+It is neither a setting (a run stores its settings with its metrics) nor an argument (every user of
+a machine can list the arguments of its processes).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from stable_opd_mcore.serving.http_process import HTTP
 from stable_opd_mcore.serving.requests import Call, Request
 
 Reply = TypeVar("Reply")
-ATTEMPTS = 6  # for requests that may be repeated
+ATTEMPTS = 6  # attempts at requests that may be repeated
 _log = logging.getLogger("stable_opd_mcore.serving")
 _numbers = itertools.count()
 

@@ -45,7 +45,7 @@ class ServerOptions:
     dummy_weights: bool = True  # random weights; the first publish sends the real ones
     memory_saver: bool = False  # colocated on a GPU: weights and cache can be released
     gpus: tuple[int, ...] = ()  # local ids, one per tensor rank; unused on a CPU
-    memory_share: float | None = None  # of the free GPU memory; None: SGLang's choice
+    memory_share: float | None = None  # share of the free GPU memory; None: SGLang's choice
     max_running_requests: int | None = None
     startup_timeout_seconds: float | None = None  # None: timeouts.START
     arguments: tuple[str, ...] = ()  # further SGLang arguments
@@ -86,7 +86,7 @@ def server_environment(
     The interpreter's own folder comes first in PATH: SGLang compiles kernels with the ninja there.
     """
     environment = {k: v for k, v in inherited.items() if not _TRAINERS_OWN.fullmatch(k)}
-    own_folder = str(Path(options.python).absolute().parent)  # of the venv: links are not followed
+    own_folder = str(Path(options.python).absolute().parent)  # the venv's: links are not followed
     environment["PATH"] = os.pathsep.join([own_folder, inherited.get("PATH", os.defpath)])
     environment |= gloo_settings(options.host) | {_KEY_VARIABLE: api_key}
     if options.device != "cpu":
@@ -105,7 +105,7 @@ def server_environment(
 
 
 def device_names(gpus: Sequence[int], visible: str) -> list[str]:
-    """CUDA's names of a machine's GPUs, so that a server sees its own GPUs alone.
+    """CUDA's names of a machine's GPUs, so that a server sees only its own GPUs.
 
     A launcher may name the job's GPUs in CUDA_VISIBLE_DEVICES (`visible`); a local id counts those.
     A launcher may also show each rank one GPU; a local id then counts the machine's GPUs.

@@ -20,10 +20,11 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
+from multiprocessing.connection import Connection
 from typing import Any
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.serving.channel import Channel
+from stable_opd_mcore.serving.channel import receive_message, send_message
 from stable_opd_mcore.serving.exchange import Server, ServerFailure
 from stable_opd_mcore.serving.requests import Request
 
@@ -47,7 +48,7 @@ class HttpProcess:
         self._lock = threading.RLock()
         self._numbers = itertools.count()
         self._pending: dict[int, Future[Any]] = {}
-        self._channel: Channel | None = None
+        self._channel: Connection | None = None
         self._tokenizer: str | None = None
         self._reader: threading.Thread | None = None
         self._is_over = False  # this process ends
@@ -103,7 +104,7 @@ class HttpProcess:
         """Send a message: a method of `Worker` and its arguments."""
         channel = self._channel or self._start()
         with contextlib.suppress(OSError):  # it was killed: the thread that reads replies notices
-            channel.send(message)
+            send_message(channel, message)
 
     def _forget(self, number: int) -> None:
         with self._lock:
@@ -111,7 +112,7 @@ class HttpProcess:
             if is_cancelled and self._channel is not None:
                 self._post("cancel", number)
 
-    def _start(self) -> Channel:
+    def _start(self) -> Connection:
         if self._is_over:
             raise ServerFailure("this machine", "unreachable", "this process ends")
         ours, theirs = socket.socketpair()
@@ -123,9 +124,9 @@ class HttpProcess:
                 env=os.environ | _ONE_THREAD,
                 pass_fds=[file],
             )
-        channel = Channel(ours.detach())
+        channel = Connection(ours.detach())
         try:
-            _, error = channel.receive()
+            _, error = receive_message(channel)
         except (EOFError, OSError):
             error = UserError(
                 f"the process that talks to servers ended with code {process.wait()} as it "
@@ -135,17 +136,17 @@ class HttpProcess:
             raise error
         self._process, self._channel, self._owner = process, channel, os.getpid()
         if self._tokenizer is not None:
-            channel.send(("use_tokenizer", self._tokenizer))
+            send_message(channel, ("use_tokenizer", self._tokenizer))
         arguments = (channel, process)
         self._reader = threading.Thread(target=self._read, args=arguments, name="http", daemon=True)
         self._reader.start()
         return channel
 
-    def _read(self, channel: Channel, process: subprocess.Popen[bytes]) -> None:
+    def _read(self, channel: Connection, process: subprocess.Popen[bytes]) -> None:
         """Set the futures, until the process ends; then fail those that are left."""
         while True:
             try:
-                number, result = channel.receive()
+                number, result = receive_message(channel)
             except (EOFError, OSError):
                 break
             with self._lock:

@@ -1,8 +1,9 @@
 """The process that talks to servers: it sends, receives, checks and decodes on one event loop.
 
 http_process.py starts it and has the other end of its channel. It imports neither torch nor
-Megatron, and ends when its parent does, however that ends. Of the replies of /generate one is read
-in each turn of the loop, so that a health probe waits for a few of them, not for hundreds.
+Megatron, and ends when its parent does, however that ends. It reads one
+reply of /generate in each turn of the loop, so a health probe waits for a few of them, not for
+hundreds.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import traceback
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.serving.channel import Channel
+from stable_opd_mcore.serving.channel import receive_message, send_message
 from stable_opd_mcore.serving.exchange import Server, ServerFailure, exchange
 from stable_opd_mcore.serving.replies import content_of, read_completion, read_scores
 from stable_opd_mcore.serving.requests import Call, Completion, Generation, Request, Scoring
@@ -56,7 +58,7 @@ def max_open_files() -> int:
 class Worker:
     """Answers each message of the parent by one of its own: (number of the request, result)."""
 
-    def __init__(self, channel: Channel, num_files: int) -> None:
+    def __init__(self, channel: Connection, num_files: int) -> None:
         self._channel = channel
         self._answers: queue.SimpleQueue[tuple[int | None, Any]] = queue.SimpleQueue()
         self._tasks: dict[int, asyncio.Task[Any]] = {}  # by number of the request
@@ -82,7 +84,7 @@ class Worker:
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
             try:
-                kind, *arguments = self._channel.receive()
+                kind, *arguments = receive_message(self._channel)
             except (EOFError, OSError):
                 os._exit(0)  # the parent has ended
             loop.call_soon_threadsafe(getattr(self, kind), *arguments)
@@ -91,7 +93,7 @@ class Worker:
         while True:
             answer = self._answers.get()
             try:
-                self._channel.send(answer)
+                send_message(self._channel, answer)
             except OSError:
                 os._exit(0)
 
@@ -184,10 +186,10 @@ def main(file: int) -> None:
     for name in _IGNORED:  # they are for the trainer, whose end ends this process
         signal.signal(name, signal.SIG_IGN)
     gc.set_threshold(200_000)  # a reply has as many lists, and none in a circle
-    channel = Channel(file)
+    channel = Connection(file)
     try:
         num_files = max_open_files()
     except UserError as error:
-        channel.send((None, error))
+        send_message(channel, (None, error))
         return
     asyncio.run(Worker(channel, num_files).run(os.getppid()))

@@ -6,9 +6,7 @@
     server.stop()
 
 The server leads a process group of its own, so ending the group ends its workers and nothing else.
-The server also ends when its owner dies, even by SIGKILL: launch_server.py watches the owner. Not
-here: the command and its environment (command.py), requests (client.py), restarts
-(rollout/sglang/fleet.py).
+The server also ends when its owner dies, even by SIGKILL: launch_server.py watches the owner.
 """
 
 from __future__ import annotations
@@ -32,10 +30,11 @@ from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 from stable_opd_mcore.serving.command import ServerOptions, launch_command, server_environment
 
-RELEASE = (0, 5, 23)  # of SGLang, as in requirements/cluster.toml
+RELEASE = (0, 5, 23)  # SGLang's, see requirements/cluster.toml
 _CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # first and last
 _FIRST_PORT = 10_000
 _POLL_SECONDS = 0.3
+_LOG_LINES = 15  # quoted in the error of a server that did not start
 _log = logging.getLogger("stable_opd_mcore.serving")
 
 
@@ -50,8 +49,7 @@ class UnsupportedRelease(ServerStartError):
 def check_release(release: str, where: str) -> None:
     """Refuse a release of SGLang that is older than RELEASE; warn about a newer one.
 
-    The first three numbers of a version are compared. A build from source may state 0.0.0: it is
-    treated like a newer release.
+    The first three numbers count. A build from source may state 0.0.0, which counts as newer.
 
     Raises:
         UnsupportedRelease: older; the message names `where`.
@@ -68,11 +66,9 @@ def check_release(release: str, where: str) -> None:
 
 
 def free_port(host: str) -> int:
-    """A free port that the kernel does not give to connections by itself.
-
-    The kernel could give away a port of its own range while the server still imports. Where that
-    range leaves fewer than 1,000 ports, it is used nevertheless.
-    """
+    """A free port outside the range from which the kernel gives ports to connections, because it
+    could give one away while the server still imports; where fewer than 1,000 ports are outside,
+    any."""
     end = int(_CONNECTION_PORTS.read_text().split()[0])
     if end - _FIRST_PORT < 1_000:
         end = 65_536
@@ -95,7 +91,7 @@ def await_answer(
     give_up: Callable[[], bool],
     is_running: Callable[[], bool] = lambda: True,
 ) -> str | None:
-    """Block until a server answers. Returns None, or why it is waited for no longer."""
+    """Block until a server answers. Returns None, or why this waits no longer."""
     began = time.monotonic()
     while not client.is_healthy():
         if not is_running():
@@ -114,7 +110,7 @@ class SglangServer:
     def __init__(self, options: ServerOptions, log: Path) -> None:
         self.options = options
         self.log = log
-        # also on loopback, where other users of the machine reach the server
+        # needed on loopback too, where other users of the machine reach the server
         self.api_key = options.api_key or secrets.token_urlsafe(24)
         self.port = options.port or free_port(options.host)
         self._log_start = 0
@@ -147,7 +143,7 @@ class SglangServer:
         if not os.access(self.options.python, os.X_OK):
             raise ServerStartError(
                 f"rollout.sglang.python={self.options.python}: no such interpreter; `make sglang` "
-                "builds the servers' venv for a CPU, the README describes it for a GPU"
+                "builds the servers' environment for a CPU, docs/servers.md describes a GPU's"
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
@@ -162,14 +158,13 @@ class SglangServer:
             )
         atexit.register(self.stop)
 
-    def wait_until_healthy(self, give_up: Callable[[], bool] = lambda: False) -> float:
-        """Block until the server answers; returns the seconds it took.
+    def wait_until_healthy(self, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Block until the server answers.
 
         Raises:
             ServerStartError: it ended, its time to start passed, or `give_up()` is true.
                 The server is then stopped.
         """
-        began = time.monotonic()
         limit = self.options.startup_timeout_seconds or timeouts.START
         with contextlib.closing(self.client()) as client:
             defect = await_answer(
@@ -182,8 +177,9 @@ class SglangServer:
                     defect = f"ended: {failure}"
         if defect is not None:
             self.stop()
-            raise ServerStartError(f"SGLang server {self.url} {defect}; {self._end_of_log()}")
-        return time.monotonic() - began
+            lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+            end = f"the end of {self.log}:\n" + "\n".join(lines)
+            raise ServerStartError(f"SGLang server {self.url} {defect}; {end}")
 
     def stop(self) -> None:
         """End the process and its workers with SIGKILL. Does nothing if none runs.
@@ -204,7 +200,3 @@ class SglangServer:
         with self.log.open("rb") as log:
             log.seek(self._log_start)
             return b"error while attempting to bind on address" in log.read()
-
-    def _end_of_log(self, num_lines: int = 15) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-num_lines:]
-        return f"the end of {self.log}:\n" + "\n".join(lines)

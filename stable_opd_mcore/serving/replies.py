@@ -67,7 +67,7 @@ def read_completion(response: Any, request: Generation) -> Completion:
     if last in sampling.stop_token_ids:
         finish = "stop"  # SGLang states "length" for a stop token at max_new_tokens
     elif finish == "abort" and len(ids) == sampling.max_new_tokens:
-        finish = "length"  # aborted while its last token was drawn
+        finish = "length"  # aborted while its last token was sampled
     _require_usable(ids, finish, request)
     experts = None
     if request.routing is not None and len(ids):

@@ -20,8 +20,8 @@ _EXCLUDED_LOGIT_BIAS = -1e9  # gives probability 0; JSON has no infinity
 # Every sampling setting is sent: for those left out, a server may have defaults of its own.
 _PLAIN_SAMPLING = {"top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "repetition_penalty": 1.0}
 _PLAIN_SAMPLING |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
-_MAX_REPLY_BYTES = 32 * 1024**2  # of routes other than /generate
-_BYTES_PER_ENTRY = 256  # of a reply, per token and listed log-probability; SGLang sends up to 60
+_MAX_REPLY_BYTES = 32 * 1024**2  # longest reply of routes other than /generate
+_BYTES_PER_ENTRY = 256  # a reply's, per token and listed log-probability; SGLang sends up to 60
 
 
 Reply = TypeVar("Reply")
@@ -74,7 +74,7 @@ class Completion:
     cached_tokens: int  # prompt tokens that the server's prefix cache held
     # int16 [prompt and response tokens - 1, layers, experts of a token]; None: not requested
     routed_experts: NDArray[np.int16] | None = None
-    text: str = ""  # of the whole response without its stop token; "" if it is not finished
+    text: str = ""  # the whole response without its stop token; "" if it is not finished
 
     @property
     def has_tokens(self) -> bool:

@@ -1,18 +1,24 @@
 """A teacher on SGLang servers, of any architecture that SGLang supports. It is asked about one
-response at a time, while others are still drawn.
+response at a time, while others are still sampled.
 
     reply = teacher.ask("math:7", prompt_ids, response_ids, step)  # from any thread
     (scores,) = teacher.wait([reply])
 
 Scores are of the softmax at temperature 1 (SGLang scores prompts at no other), so rollouts must be
-drawn at 1. SGLang normalises over all rows of the output head, with those beyond the tokenizer's
+sampled at 1. SGLang normalises over all rows of the output head, with those beyond the tokenizer's
 vocabulary; a teacher with probability there is refused at the start.
 
-A request that fails is sent to the teacher's next replica, and so on, until one answers. The
-teacher is lost when somebody waits, no replica has answered for `patience_seconds`, and the request
-that fails then has been sent to each of them.
+What becomes of a request:
 
-Not here: who asks (rollout/sglang/dispatch.py for responses that servers draw, otherwise
+    it waits            while _MAX_IN_FLIGHT others are in flight; then it is sent to a replica
+    it is answered      the reply has its scores
+    it fails            it is sent to the next replica, after a pause once each has failed
+    it is refused       the teacher is lost
+    it fails, each replica has failed it, somebody waits, and no replica has answered anything for
+                        `patience_seconds`: the teacher is lost
+
+A lost teacher answers nothing more: `wait` returns None, the futures raise TeacherLost. Not here:
+who asks (rollout/sglang/dispatch.py for responses that servers sample, otherwise
 train/samples/served_scores.py), and what becomes of the scores (scoring/served.py).
 """
 
@@ -46,9 +52,9 @@ from stable_opd_mcore.serving.client import (
 from stable_opd_mcore.serving.idle_clock import IdleClock
 from stable_opd_mcore.serving.requests import Scoring
 
-_MAX_IN_FLIGHT = 64  # of a rank: the time-out runs while a request waits in a server
+_MAX_IN_FLIGHT = 64  # a rank's requests: the time-out counts while a request waits in a server
 _SELF_TEST_TOP_K = 8
-_SELF_TEST_TOLERANCE = 1e-3  # of log-probabilities, and of probability outside the vocabulary
+_SELF_TEST_TOLERANCE = 1e-3  # log-probabilities, and probability outside the vocabulary
 _ANY = ""  # the only route of a teacher for all sources
 TokenIds = Sequence[int] | NDArray[np.int32]
 _log = logging.getLogger(__name__)
@@ -76,26 +82,20 @@ class _Asked:
     failures: int = 0
     reply: Future[SequenceScores] = field(default_factory=Future)
 
-    @property
-    def client(self) -> SglangClient:
-        """Whose turn it is."""
-        return self.clients[self.failures % len(self.clients)]
-
 
 @dataclass(eq=False)
 class ServedTeacher:
     """The teacher's replicas, or those of several teachers, each for some sources of prompts.
 
     Raises:
-        UserError: a temperature other than 1, no key in `api_key_file`, or a source without a
-            teacher.
+        UserError: a temperature other than 1, no key in `api_key_file`, or a source without one.
     """
 
     settings: TeacherConfig
     _: KW_ONLY
     vocab_size: int  # the common vocabulary of student and teacher
-    temperature: float  # of the rollouts; must be 1
-    wanted: Callable[[int], Wanted] = lambda _: Wanted()  # of the step, counted as by `ask`
+    temperature: float  # the rollouts'; must be 1
+    wanted: Callable[[int], Wanted] = lambda _: Wanted()  # gets the step, see `ask`
     # source of a prompt -> the key of its teacher in teacher.routes; not read without routes
     route_of: Mapping[str, str] = field(default_factory=dict[str, str])
     patience_seconds: float = timeouts.TEACHER_PATIENCE
@@ -104,7 +104,7 @@ class ServedTeacher:
     def __post_init__(self) -> None:
         if self.temperature != 1.0:
             raise UserError(
-                "a served teacher scores at temperature 1, rollouts are drawn at "
+                "a served teacher scores at temperature 1, rollouts are sampled at "
                 f"{self.temperature}: their log-probabilities are not comparable; set "
                 "sampling.temperature=1, or teacher.engine=megatron, which scores at any "
                 "temperature"
@@ -114,8 +114,8 @@ class ServedTeacher:
         for source, route in {} if settings.urls else self.route_of.items():
             if route not in routes:
                 raise UserError(
-                    f"no teacher is routed for the source {source!r} of data.train: "
-                    f"teacher.routes names {', '.join(sorted(routes))}, not {route!r}"
+                    f"no teacher is routed for the source {source!r} of data.train: teacher.routes "
+                    f"names {', '.join(sorted(routes))}, not {route!r}; add a route of that name"
                 )
         api_key = read_api_key(settings.api_key_file)
         self._clients = {
@@ -126,11 +126,11 @@ class ServedTeacher:
         self.idle = IdleClock(self._urls)
         self.lost: str | None = None  # why no replica answers any more
         self._turn = itertools.count()
-        self._lock = threading.RLock()  # of all that follows
+        self._lock = threading.RLock()  # protects all that follows
         self._waiting: deque[_Asked] = deque()  # not sent yet
         self._num_in_flight = 0
         self._waits_since: float | None = None  # time.monotonic(); None: nobody waits
-        self._answered: defaultdict[str, float] = defaultdict(float)  # the same, of a route
+        self._answered: defaultdict[str, float] = defaultdict(float)  # the same, by route
         self._failing: set[str] = set()  # addresses of the replicas that the log has reported
 
     def ask(
@@ -241,7 +241,7 @@ class ServedTeacher:
                 asked.reply.set_exception(TeacherLost(self.lost))
 
     def _send(self, asked: _Asked, delay_seconds: float = 0.0) -> None:
-        client = asked.client
+        client = asked.clients[asked.failures % len(asked.clients)]
         sent = client.submit(asked.request, timeouts.SCORE, delay_seconds)
         self.idle.count(client.url, 1)
         sent.add_done_callback(partial(self._receive, asked, client))
@@ -252,42 +252,28 @@ class ServedTeacher:
         self.idle.count(client.url, -1)
         with self._lock:
             try:
-                scores = self._scores(asked, client, sent)
-                if scores is None:
-                    return  # it is in flight again
-                asked.reply.set_result(scores)
+                asked.reply.set_result(sent.result())
+                self._answered[asked.route] = time.monotonic()
+                self._failing.discard(client.url)
+                self.progress()
+            except ServerFailure as failure:
+                asked.failures += 1
+                self._note(asked, failure)
+                if self.lost is None:
+                    rounds, others = divmod(asked.failures, len(asked.clients))
+                    self._send(asked, delay_seconds=0.0 if others else pause_seconds(rounds))
+                    return
+                asked.reply.set_exception(TeacherLost(self.lost))
+            except RefusedRequest as refusal:  # asking again cannot help
+                self.lost = self.lost or str(refusal)
+                asked.reply.set_exception(TeacherLost(self.lost))
             except BaseException as error:  # raised again by `wait`
                 asked.reply.set_exception(error)
             self._num_in_flight -= 1
             self._send_next()
 
-    def _scores(
-        self, asked: _Asked, client: SglangClient, sent: Future[SequenceScores]
-    ) -> SequenceScores | None:
-        """What the client answered; None: it failed, and the next one is asked.
-
-        Raises:
-            TeacherLost: see the file's head; or a server refuses the request.
-        """
-        try:
-            scores = sent.result()
-            self._answered[asked.route] = time.monotonic()
-            self._failing.discard(client.url)
-            self.progress()
-            return scores
-        except RefusedRequest as refusal:  # asking again cannot help
-            self.lost = self.lost or str(refusal)
-        except ServerFailure as failure:
-            asked.failures += 1
-            self._note(asked, failure)
-        if self.lost is not None:
-            raise TeacherLost(self.lost)
-        rounds, others = divmod(asked.failures, len(asked.clients))
-        self._send(asked, delay_seconds=0.0 if others else pause_seconds(rounds))
-        return None
-
     def _note(self, asked: _Asked, failure: ServerFailure) -> None:
-        """Log a failure; the teacher may be lost by it."""
+        """Log a failure; it may lose the teacher."""
         if self.lost is None and failure.url not in self._failing:
             self._failing.add(failure.url)
             _log.warning("teacher: %s; its requests are repeated until one is answered", failure)

@@ -43,7 +43,7 @@ from stable_opd_mcore.monitoring.chosen_runs import evaluated_runs, seeds_togeth
 from stable_opd_mcore.monitoring.tables import benchmark_table
 from stable_opd_mcore.parallel.world import World, object_group, stop_world
 from stable_opd_mcore.records import Prompt, Sampling
-from stable_opd_mcore.rollout.choice import evaluation_engine
+from stable_opd_mcore.rollout.build_engine import evaluation_engine
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.run_inputs import (
     configured_architecture,

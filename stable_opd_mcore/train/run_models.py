@@ -110,7 +110,7 @@ class RunModels:
                 stop_ids=stop_ids,
                 top_k=top_k,
                 merged_ids=merged_ids,
-                hidden_alone=needs == "hidden",
+                hidden_only=needs == "hidden",
             )
             return self._reading_its_prompt(scorer)
         if needs == "hidden":
@@ -162,7 +162,7 @@ class RunModels:
         needs = self.objective.reference_needs
         if needs == "none":
             return None
-        return self._megatron_scorer(self._reference_chunks, hidden_alone=needs == "hidden")
+        return self._megatron_scorer(self._reference_chunks, hidden_only=needs == "hidden")
 
     @cached_property
     def _reference_chunks(self) -> list[HiddenStatesGPTModel]:

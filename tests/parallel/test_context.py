@@ -144,7 +144,7 @@ def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
             world,
             vocab_size=VOCAB,
             top_k=objective.top_k if needs == "topk" else None,
-            hidden_alone=needs == "hidden",
+            hidden_only=needs == "hidden",
         )
         for hidden, needs in ((48, objective.teacher_needs), (32, objective.reference_needs))
     )

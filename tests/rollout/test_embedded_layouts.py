@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from megatron.core.models.common.embeddings import RotaryEmbedding
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.families import read_architecture
@@ -14,11 +13,16 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Sampling
-from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.models.tiny import microbatch
 from tests.parallel.launch import run_ranks
-from tests.rollout.tiny import VOCAB, build_engine, decode, draw_in_pieces, make_prompts, save_tiny
+from tests.rollout.tiny import (
+    VOCAB,
+    build_engine,
+    make_prompts,
+    sample_in_pieces,
+    save_tiny,
+)
 
 LAYOUTS = {
     "dp4": {},
@@ -36,26 +40,7 @@ BATCHES = [microbatch([8, 12]), microbatch([6, 4], seed=1)]
 BATCHES = [replace(b, tokens_T=b.tokens_T % VOCAB, targets_N=b.targets_N % VOCAB) for b in BATCHES]
 
 
-def decode_beside_megatrons_rotary(rank: int, world_size: int, model: Path) -> None:
-    """Decode with Megatron's rotary embedding in the model, as Transformer Engine's layers do.
-
-    Context parallelism cuts its table into equal parts, which an odd window does not allow;
-    decoding computes its own angles.
-    """
-    world = start_world(ParallelConfig(context=world_size), seed=0)
-    chunks = build_model(read_architecture(model), world, trainable=False)
-    load_hf(chunks, model)
-    engine = EmbeddedEngine(chunks, world, decode, vocab_size=VOCAB)
-    expected = engine.generate(make_prompts(4), SAMPLINGS[0], step=2)
-    chunks[0].rotary_pos_emb = RotaryEmbedding(
-        chunks[0].config.kv_channels, rotary_percent=1.0, cp_group=world.context_group
-    )
-    assert engine.generate(make_prompts(4), SAMPLINGS[0], step=2) == expected
-    stop_world()
-
-
-def run_layouts(rank: int, world_size: int, model: Path, odd_window: Path, results: Path) -> None:
-    decode_beside_megatrons_rotary(rank, world_size, odd_window)
+def run_layouts(rank: int, world_size: int, model: Path, results: Path) -> None:
     for name, layout in LAYOUTS.items():
         world = start_world(ParallelConfig(**layout), seed=0)
         engine = build_engine(model, world)
@@ -66,13 +51,13 @@ def run_layouts(rank: int, world_size: int, model: Path, odd_window: Path, resul
             for rollout in engine.generate(prompts, sampling, step=2)
         }
         ahead = replace(engine, max_staleness=2, partial=True)
-        for rollout in draw_in_pieces(ahead, prompts, SAMPLINGS[0], step=2):
+        for rollout in sample_in_pieces(ahead, prompts, SAMPLINGS[0], step=2):
             rollouts["pieces", rollout.prompt.prompt_id, rollout.sample_index] = rollout
         chunks = build_model(read_architecture(model), world, trainable=False)
         load_hf(chunks, model)
         teacher, alone = (
             MegatronScorer(chunks, world, vocab_size=VOCAB, temperature=0.7, **asked)
-            for asked in ({"top_k": 4}, {"hidden_alone": True})
+            for asked in ({"top_k": 4}, {"hidden_only": True})
         )
         scores = [
             (said.topk_ids_NK, said.logprob_N, said.topk_logprobs_NK, states.hidden_NH)
@@ -85,8 +70,7 @@ def run_layouts(rank: int, world_size: int, model: Path, odd_window: Path, resul
 
 def test_rollouts_and_scores_do_not_depend_on_the_layout(tmp_path):
     model = save_tiny(tmp_path / "model")
-    odd_window = save_tiny(tmp_path / "odd_window", window=95)
-    run_ranks(4, run_layouts, model, odd_window, tmp_path)
+    run_ranks(4, run_layouts, model, tmp_path)
     found = {
         name: [torch.load(tmp_path / f"{name}_{rank}.pt", weights_only=False) for rank in range(4)]
         for name in LAYOUTS

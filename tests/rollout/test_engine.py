@@ -3,9 +3,8 @@
 import pytest
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.records import Prompt, Sampling
-from stable_opd_mcore.rollout.engine import RolloutEngine, check_prompts
+from stable_opd_mcore.rollout.engine import check_prompts
 
 
 def check(ids: tuple[int, ...], **sampling) -> None:
@@ -54,11 +53,3 @@ def test_impossible_prompts_are_refused(ids, sampling, message):
 def test_impossible_sampling_is_refused(wrong, message):
     with pytest.raises(UserError, match=message):
         Sampling(**wrong)
-
-
-def test_an_engine_without_servers_draws_nothing_ahead():
-    engine = RolloutEngine()
-    engine.prefetch([Prompt("a", "", (1,))], Sampling(), step=3, weight_version=3)
-    engine.drop_ahead()
-    assert engine.take_metrics() == Metrics()
-    engine.close()

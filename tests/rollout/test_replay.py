@@ -38,11 +38,6 @@ def test_some_of_the_prompts_get_their_own_rollouts(engine):
     assert [r.weight_version for r in rollouts] == [2] * 4
 
 
-def test_fewer_samples_than_stored_are_the_first_stored_ones(engine):
-    rollouts = engine.generate(PROMPTS, Sampling(num_samples=1), step=0)
-    assert rollouts == stored_rollouts(1)[::2]
-
-
 def test_refusals_name_what_does_not_fit(engine, tmp_path):
     sampling = Sampling(num_samples=2)
     with pytest.raises(UserError, match=r"step_000004.jsonl: step 4 was not stored; .* has 3"):

@@ -16,9 +16,9 @@ VOCAB = 37  # odd: tensor parallelism pads it
 WINDOW = 96
 
 
-def save_tiny(directory: Path, window: int = WINDOW) -> Path:
+def save_tiny(directory: Path) -> Path:
     """Four layers, grouped queries, weights large enough that distributions are uneven."""
-    fields = {"vocab_size": VOCAB, "max_position_embeddings": window, "initializer_range": 0.25}
+    fields = {"vocab_size": VOCAB, "max_position_embeddings": WINDOW, "initializer_range": 0.25}
     model = tiny.transformer(tiny.config("qwen2", **fields), seed=5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -35,7 +35,7 @@ def build_engine(path: Path, world: World, **options) -> EmbeddedEngine:
     return EmbeddedEngine(chunks, world, decode, **options)
 
 
-def draw_in_pieces(engine: EmbeddedEngine, prompts, sampling, step: int) -> list[Rollout]:
+def sample_in_pieces(engine: EmbeddedEngine, prompts, sampling, step: int) -> list[Rollout]:
     """The step's rollouts in three pieces, of weight versions 3, 4 and 5, all of equal weights."""
     for version in (3, 4):
         engine.publish(version)

@@ -64,14 +64,6 @@ def test_scores_are_those_of_the_common_vocabulary(chunks, world, expected, temp
         assert score.hidden_NH is None
 
 
-def test_hidden_alone_returns_hidden_states_only(chunks, world, expected):
-    model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, hidden_alone=True)
-    for scores, (_, hidden) in zip(model.score(BATCHES), expected, strict=True):
-        assert scores.logprob_N is None
-        assert scores.entropy_N is None
-        assert torch.allclose(scores.hidden_NH, hidden, atol=1e-5)
-
-
 def test_stop_token_has_the_logprob_of_all_stop_ids(chunks, world, expected):
     stop_ids = (3, 5, 8)
     model = MegatronScorer(chunks, world, vocab_size=VOCAB_SIZE, stop_ids=stop_ids)

@@ -57,12 +57,3 @@ def test_golden_solutions_whose_scores_nobody_reads_are_not_scored():
     assert [len(call.args[0]) for call in score.call_args_list] == [1, 1, 1]
     assert scored.teacher is not None
     assert golden is batches[1]
-
-
-def test_without_scorers_or_off_the_last_stage_nothing_changes():
-    assert with_scores(BATCHES) == BATCHES
-    scorer = ConstantScorer(-1.0, last_stage=False)
-    unchanged = with_scores(BATCHES, teacher=scorer, reference=scorer, behaviour=scorer)
-    for after, before in zip(unchanged, BATCHES, strict=True):
-        assert after.tokens_T is before.tokens_T
-        assert (after.teacher, after.reference, after.old_logprob_N) == (None, None, None)

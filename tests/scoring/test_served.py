@@ -16,8 +16,8 @@ VOCABULARY, STOPS = 12, (2, 5, 9)
 
 def test_merged_lists_are_those_of_the_merged_distribution():
     """3 of 12 tokens are stop ids; the lists of 6 tokens hold 0, 1, 2 or 3 of them."""
-    draw = torch.Generator().manual_seed(0)
-    log_p_NV = (2 * torch.randn(500, VOCABULARY, generator=draw)).log_softmax(1)
+    random = torch.Generator().manual_seed(0)
+    log_p_NV = (2 * torch.randn(500, VOCABULARY, generator=random)).log_softmax(1)
     stops = torch.tensor(STOPS)
     listed = log_p_NV.topk(6, dim=1)
     assert torch.isin(listed.indices, stops).sum(1).unique().tolist() == [0, 1, 2, 3]
@@ -29,13 +29,13 @@ def test_merged_lists_are_those_of_the_merged_distribution():
     torch.testing.assert_close(logprobs_NK, expected.values)
 
 
-def drawn_with(wanted: Wanted) -> tuple[list[Sample], list[torch.Tensor]]:
+def samples_with(wanted: Wanted) -> tuple[list[Sample], list[torch.Tensor]]:
     """Samples with the scores of random distributions, and these [L, V]."""
-    draw = torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(1)
     samples, distributions = [], []
     for index in range(4):
-        log_p_LV = (2 * torch.randn(3 + 4 * index, VOCABULARY, generator=draw)).log_softmax(1)
-        response_L = log_p_LV.exp().multinomial(1, generator=draw)[:, 0]
+        log_p_LV = (2 * torch.randn(3 + 4 * index, VOCABULARY, generator=random)).log_softmax(1)
+        response_L = log_p_LV.exp().multinomial(1, generator=random)[:, 0]
         top = log_p_LV.topk(wanted.top_k, dim=1)
         scores = SequenceScores(
             log_p_LV.gather(1, response_L[:, None])[:, 0].numpy(),
@@ -68,7 +68,7 @@ def test_two_scorers_read_one_reply(merged_ids):
         True, vocab_size=VOCABULARY, stop_ids=(9, 7), top_k=5, columns_before=before.extra_ids
     )
     assert other.wanted == Wanted(5, (2, 9, 7))
-    samples, distributions = drawn_with(other.wanted)
+    samples, distributions = samples_with(other.wanted)
     for batch in pack(samples, weights_of(samples), max_tokens=16):
         log_p_NV = torch.stack(
             [

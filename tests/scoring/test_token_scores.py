@@ -32,15 +32,6 @@ def test_scores_equal_log_softmax():
         assert torch.equal(found.topk_ids_NK, top.indices)
 
 
-def test_score_of_zero_rows():
-    case = make_case(make_config(), 0, 7)
-    found = score(
-        case.hidden_NH, Head(case.weight_VH, 0, 7), case.batch.targets_N, temperature=1.0, top_k=2
-    )
-    assert found.logprob_N.shape == (0,)
-    assert found.topk_ids_NK.shape == (0, 2)
-
-
 def test_bad_arguments_are_refused():
     case = make_case(make_config(), 4, 7)
     head, targets = Head(case.weight_VH, 0, 7), case.batch.targets_N
@@ -87,8 +78,3 @@ def test_overlap_equals_values_computed_by_hand():
     expected = (p * (q / p).log()).sum()
     torch.testing.assert_close(found.advantage_N, torch.stack([expected, torch.zeros(())]))
     assert overlap(*student, *student).advantage_N.abs().max() < 1e-6
-
-
-def test_overlap_of_lists_of_different_sizes_is_refused():
-    with pytest.raises(ValueError, match=r"\(1, 2\) and \(1, 1\)"):
-        overlap(*topk([[1, 2]], [[0.5, 0.2]]), *topk([[1]], [[0.5]]))

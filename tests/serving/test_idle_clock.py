@@ -27,16 +27,3 @@ def test_requests_that_overlap_count_once_and_weights_as_they(at):
         raise RuntimeError
     at(10)
     assert clock.idle_share() == Mean((1 + 1 + 2) + (6 + 2), 20)
-
-
-def test_a_request_that_outlives_a_step_keeps_its_server_busy_in_the_next(at):
-    clock = IdleClock(["a"])
-    at(1)
-    clock.count("a", 1)
-    at(4)
-    assert clock.idle_share() == Mean(1, 4)
-    clock.restart()
-    at(6)
-    clock.count("a", -1)
-    at(7)
-    assert clock.idle_share() == Mean(1, 3)

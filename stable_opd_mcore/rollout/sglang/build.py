@@ -2,8 +2,7 @@
 
 The run's topology (planning/topology.py) says which servers there are and whose prompts they
 answer. The first of a server's leaders starts it; others that share it wait until it answers. The
-first publish sends the weights, so a server starts from the student's config.json alone. Not here:
-anything after the start.
+first publish sends the weights, so a server needs only the student's config.json to start.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def build_sglang_engine(
 
     Args:
         tokenizer: tokenizer.json; None: rollouts have no text.
-        others: as of `SglangEngine` and `Fleet`.
+        others: see `SglangEngine` and `Fleet`.
 
     Raises:
         UserError: servers that do not fit this machine (`derive_topology`), or no key in
@@ -90,11 +89,8 @@ def build_sglang_engine(
 
 
 def run_topology(config: Config, architecture: Architecture, world: World) -> Topology:
-    """The places of this run's ranks and servers, from what this machine has.
-
-    Raises:
-        UserError: as `derive_topology`.
-    """
+    """The places of this run's ranks and servers, from what this machine has; see
+    `derive_topology`."""
     ranks = ranks_on_this_machine()
     memory_gib, spare_gpus = None, 0
     if world.device.type == "cuda":
@@ -148,9 +144,9 @@ def write_model_config(architecture: Architecture, directory: Path) -> Path:
 def model_config(architecture: Architecture) -> dict[str, Any]:
     """config.json with the model class, which SGLang needs and an inline architecture may lack.
 
-    SGLang would stop at `eos_token_id` too, and only a request's stop ids may end one. So it is
-    null: where it is absent, Llama's is 2. It also uses a few positions less than the window that
-    it reads: it cuts responses that end there, without a word, and refuses longer prompts.
+    SGLang would stop at `eos_token_id` too, and only a request's stop ids may end a response. So it
+    is null: where it is absent, Llama's is 2. SGLang uses a few positions less than the window that
+    it reads: it cuts responses there silently, and refuses longer prompts.
     """
     own_class = {"architectures": [architecture.family.sglang_class]}
     window = architecture.max_positions + UNUSED_POSITIONS
@@ -184,14 +180,16 @@ def _members(
                 own[place.name] = SglangServer(options, folder / f"{place.name}.log")
         started = {name: (server.url, server.api_key) for name, server in own.items()}
         addresses = dict(ChainMap(*gather_objects(started)))
-    members = []
-    for place in places:
-        url, api_key = addresses[place.name]
-        client = SglangClient(url, api_key=api_key)
-        leaders = len(place.data_ranks)
-        server = own.get(place.name)
-        members.append(Member(place.name, client, server, topology.tensor, leaders=leaders))
-    return members
+    return [
+        Member(
+            place.name,
+            SglangClient(addresses[place.name][0], api_key=addresses[place.name][1]),
+            own.get(place.name),
+            topology.tensor,
+            leaders=len(place.data_ranks),
+        )
+        for place in places
+    ]
 
 
 def _transport(
@@ -213,7 +211,7 @@ def _transport(
 def _sources(world: World, topology: Topology) -> dict[str, list[int]]:
     """Server name -> for each of its tensor ranks, the replica's rank on the same GPU.
 
-    Only of colocated servers on GPUs; `TensorTransport` reads from these ranks.
+    Holds colocated servers on GPUs only; `TensorTransport` reads from these ranks.
     """
     replica = dist.get_process_group_ranks(world.model_group)
     first = {place.name: place.node * topology.gpus_per_node for place in topology.servers}

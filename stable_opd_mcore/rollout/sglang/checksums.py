@@ -4,7 +4,7 @@ SGLang's /weights_checker gives one 64-bit hash per parameter and tensor rank, o
 layers hold them: q, k and v fused, gate and up fused, the experts of a layer stacked, cut by rows
 or columns, the vocabulary padded. `ExpectedChecksums` lays out the trainer's Hugging Face tensors
 in the same way, one at a time, and hashes the pieces. Equal hashes mean equal bits. Unquantised
-weights only. Not here: the requests (sync.py).
+weights only.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from torch import Tensor
 from stable_opd_mcore.models.families import Architecture
 
 _FUSED = {  # part of our name -> (part of SGLang's name, the fused parts in order)
-    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
-    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+    part: (fused, parts)
+    for fused, parts in {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }.items()
+    for part in parts
 }
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _COLUMNS = ("o_proj.weight", "down_proj.weight")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 # SGLang pads these with zeros to a multiple
 _VOCABULARY_MULTIPLE = 64  # the vocabulary's rows
-_CPU_MLP_MULTIPLE = 32  # on a CPU, of each rank: the width of an MLP and of an expert
+_CPU_MLP_MULTIPLE = 32  # each rank's width of an MLP and of an expert, on a CPU
 
 
 class ExpectedChecksums:
@@ -46,7 +47,7 @@ class ExpectedChecksums:
         self._size = tensor_size
         self._hash = gpu_hash if on_gpu else cpu_hash
         self._mlp_multiple = 1 if on_gpu else _CPU_MLP_MULTIPLE * tensor_size
-        self._parts: dict[str, dict[str, Tensor]] = {}  # of incomplete fused parameters
+        self._parts: dict[str, dict[str, Tensor]] = {}  # incomplete fused parameters
         self.per_rank: list[dict[str, str]] = [{} for _ in range(tensor_size)]
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -130,7 +131,7 @@ def cpu_hash(pieces: Sequence[Tensor]) -> str:
     digest = hashlib.sha256()
     for piece in pieces:
         flat = piece.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        # not flat.numpy(): it marks the weights' storage as one that cannot be resized (offloaded)
+        # flat.numpy() would mark the weights' storage as one that cannot be resized (offloaded)
         digest.update((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()))
     return digest.digest()[:8].hex()
 

@@ -74,7 +74,7 @@ class Dispatcher:
         self._num_submitted = 0
         self._num_running = 0  # requests in flight
         self._is_paused = False
-        self._error: BaseException | None = None  # of a request, raised by `wait`
+        self._error: BaseException | None = None  # raised by `wait`
         # requests sent again since the last report, by event and member
         self._again: Counter[tuple[str, str]] = Counter()
         self._metrics = Metrics()

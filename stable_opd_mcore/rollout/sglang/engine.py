@@ -64,7 +64,7 @@ class SglangEngine(RolloutEngine):
     chunks: Sequence[Module]  # this rank's model chunks of the student
     fleet: Fleet  # this rank's servers; on ranks that are not leaders it has no members
     transport: Transport | None  # how weights travel; None on ranks that send nothing
-    vocab_size: int  # of the tokenizer; larger ids are never sampled
+    vocab_size: int  # the tokenizer's; larger ids are never sampled
     memory: DeviceMemory  # the trainer's parts on this rank's device, for colocated servers
     teacher: ServedTeacher | None = None  # scores the responses where the sampling says so
 

@@ -1,7 +1,6 @@
 """What happened to the servers: a line per event in a file, a count per kind in the metrics.
 
-Not a monitoring sink: an event is written when it happens, so it is in the file even if the run
-crashes.
+An event is written when it happens, so it is in the file even if the run crashes.
 """
 
 from __future__ import annotations
@@ -20,21 +19,19 @@ Event = Literal[
     "failure",  # a server failed
     "restart",  # a server of this run was ended and started again
     "retried",  # requests repeated to the same server after a transient failure
-    "redrawn",  # responses drawn again after a failure
-    "stale",  # responses from too old weights, dropped and drawn again
+    "redrawn",  # responses sampled again after a failure
+    "stale",  # responses from too old weights, dropped and sampled again
     "resent",  # weights sent again outside the usual publish
     "published",  # weights sent and verified
-    "lost",  # the fleet cannot go on
+    "lost",  # the fleet cannot continue
 ]
 _COUNTED: tuple[Event, ...] = ("failure", "restart", "retried", "redrawn", "stale", "resent")
 _log = logging.getLogger("stable_opd_mcore.rollout.sglang")
 
 
 class EventLog:
-    """Appends to `path`; safe to use from many threads.
-
-    A line that cannot be written is an error in the log alone: servers are restarted all the same.
-    """
+    """Appends to `path`; safe to use from many threads. A line that cannot be written is only an
+    error in the log: servers are restarted all the same."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,13 +40,8 @@ class EventLog:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, event: Event, server: str, detail: str, count: int = 1) -> None:
-        row = {
-            "time": time.time(),
-            "event": event,
-            "server": server,
-            "detail": detail,
-            "count": count,
-        }
+        row = {"time": time.time(), "event": event, "server": server, "detail": detail}
+        row["count"] = count
         with self._lock:
             self._counts[event] += count
             try:

@@ -31,7 +31,7 @@ from stable_opd_mcore.serving.process import (
 )
 
 _MAX_MISSED_PROBES = 2
-MAX_RESTARTS = 3  # of the servers of one data-parallel rank within RESTART_WINDOW_MINUTES
+MAX_RESTARTS = 3  # restarts of one data-parallel rank's servers in RESTART_WINDOW_MINUTES
 RESTART_WINDOW_MINUTES = 60.0
 
 

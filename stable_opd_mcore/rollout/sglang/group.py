@@ -3,8 +3,7 @@
 The trainer listens, the servers connect, all join; a bucket is then one broadcast. NCCL connects at
 the first broadcast: `ncclCommInitRank` blocks in C until every member has called it, for ever if
 one died. So joins and broadcasts run in a thread of their own, which is abandoned at the deadline;
-the thread is a daemon, so it does not keep the process from ending. No GPU has run this yet. Not
-here: what is common to all transports (transports.py).
+the thread is a daemon, so it does not keep the process from ending. No GPU has run this yet.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ _CONNECT_SECONDS = 1.0
 
 def listen(urls: Sequence[str]) -> socket.socket:
     """A socket on this machine's address towards the servers, if possible towards one on another
-    machine.
-
-    Raises:
-        OSError: there is no route to a server, or its name is unknown.
-    """
+    machine. Raises OSError without a route to a server."""
     addresses = [address_towards(urlsplit(url).hostname or url) for url in urls]
     outside = (a for a in addresses if not ipaddress.ip_address(a).is_loopback)
     return socket.create_server((next(outside, addresses[0]), 0))
@@ -89,7 +84,7 @@ def call_aside(call: Callable[[], Result], is_over: Callable[[], bool]) -> Futur
 
 
 class GroupStore:
-    """The store in which the group's ranks find each other. `close` fails whoever waits for it."""
+    """The store in which the group's ranks find each other; `close` fails whoever waits in it."""
 
     def __init__(self, listener: socket.socket, world_size: int, timeout_seconds: float) -> None:
         self.address = listener.getsockname()[:2]
@@ -116,8 +111,8 @@ class GroupStore:
 def join_group(backend: str, store: GroupStore, name: str) -> dist.ProcessGroup:
     """Join, as rank 0, a process group whose other ranks are the servers' ranks.
 
-    torch has no public call for a group across programs. This does what SGLang does
-    (sglang.srt.utils.common.init_custom_process_group), so that the keys in the store agree.
+    torch has no public call for a group across programs. These are the calls of SGLang's
+    init_custom_process_group, so that the keys in the store agree.
     """
     torch_c10d: Any = dist
     new_group: Any = c10d._new_process_group_helper
@@ -164,10 +159,8 @@ class DistributedTransport(Transport):
             self._join(label)
 
     def send(self, bucket: Bucket) -> None:
-        """Return when the bytes have been sent; the servers load them while the next is packed.
-
-        So no other collective runs beside the broadcast.
-        """
+        """Return when the bytes have been sent, so that no other collective runs during the
+        broadcast; the servers load them while the next bucket is packed."""
         self._settle()
         if self._group is None:
             return  # the group broke at an earlier bucket
@@ -243,7 +236,7 @@ class DistributedTransport(Transport):
             self._break(f"it did not form: {reason or 'a server refused'}")
 
     def _break(self, reason: str) -> None:
-        """Fail all targets: a group that lost a member cannot be used, so all are sent again."""
+        """Fail all targets: a group that lost a member is of no use, so all are sent again."""
         self._destroy()
         for target in self.alive:
             self.fail(target, f"{GROUP_LOST}: {reason}")

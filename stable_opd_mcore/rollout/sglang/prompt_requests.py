@@ -21,7 +21,7 @@ Ask = Callable[[Sequence[int]], Future[SequenceScores]]  # gets a response's tok
 class PromptRequests:
     """The responses to one prompt. Each is a request, and one more after each interruption."""
 
-    request: Generation  # for a response from its first token on
+    request: Generation  # asks for a response from its first token on
     accept: Callable[[Member, Completion], bool]  # whether tokens come from allowed weights
     rollouts: list[Rollout]  # one a sample, as far as they are sampled
     step: int  # requests of a lower one are sent first

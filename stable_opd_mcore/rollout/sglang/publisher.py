@@ -20,7 +20,7 @@ from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
 from stable_opd_mcore.rollout.sglang.sync import push_once
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport
 
-_MAX_ATTEMPTS = 8  # at one publish; external servers have no restarts that could run out
+_MAX_ATTEMPTS = 8  # attempts at one publish; external servers have no restarts that could run out
 _MAX_SPARED = 5  # attempts that spare servers whose process group another server broke
 
 

@@ -3,7 +3,7 @@
 Starts the servers of the config's rollout.sglang section and prints their addresses, and the file
 of their API key, when all answer. Ends them all after SIGINT or SIGTERM or when one of them dies.
 Rollout servers start with random weights, because the run sends the real ones; a teacher's weights
-are read from teacher.path. Not here: how one server starts (serving/process.py).
+are read from teacher.path.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
     """
     sglang = config.rollout.sglang
     if sglang.placement == "external":
-        raise ConfigError("serve starts servers: set rollout.sglang.placement=disaggregated")
+        raise ConfigError(
+            "serve starts servers, and rollout.sglang.placement=external: set it to disaggregated"
+        )
     folder = config.run.files.teacher_servers if teacher else config.run.files.servers
-    model = _teacher_model(config) if teacher else _student_model(config, folder)
+    model = _model(config, teacher, folder)
     count, tensor, device = _servers_here(config, model)
     key_file = Path(sglang.api_key_file or folder / "api_key")
     make_api_key(key_file)
@@ -85,21 +87,19 @@ def _end(*_: object) -> NoReturn:
 
 def _servers_here(config: Config, model: Path) -> tuple[int, int, str]:
     """The number of servers on this machine, their tensor ranks, and cuda or cpu."""
+    has_gpus = torch.cuda.is_available()
+    gpus = torch.cuda.device_count() if has_gpus else 0
+    memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB if has_gpus else None
     architecture = read_architecture(str(model))
-    if not torch.cuda.is_available():
-        count, tensor = machine_servers(config, architecture, 0, None, "disaggregated")
-        return count, tensor, "cpu"
-    gpus = torch.cuda.device_count()
-    memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     count, tensor = machine_servers(config, architecture, gpus, memory_gib, "disaggregated")
-    return count, tensor, "cuda"
+    return count, tensor, "cuda" if has_gpus else "cpu"
 
 
-def _student_model(config: Config, folder: Path) -> Path:
-    return write_model_config(configured_architecture(config.student), folder / "model")
-
-
-def _teacher_model(config: Config) -> Path:
+def _model(config: Config, teacher: bool, folder: Path) -> Path:
+    if not teacher:
+        return write_model_config(configured_architecture(config.student), folder / "model")
     if config.teacher is None or config.teacher.path is None:
-        raise ConfigError("serve --teacher needs teacher.path: a directory with weights")
+        raise ConfigError(
+            "serve --teacher needs teacher.path, and it is not set: give a directory with weights"
+        )
     return Path(config.teacher.path)

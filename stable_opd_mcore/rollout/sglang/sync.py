@@ -1,7 +1,7 @@
 """One push: send the trainer's weights to the servers and verify them there.
 
 Whole tensors are sent in buckets (models.weights gathers them over tensor and pipeline ranks), so
-no second copy of the model exists. Order, because a server may die at any point:
+no second copy of the model exists. The order matters, because a server may die at any point:
 
 1. abort requests, begin the update
 2. send the buckets; from the first one on the server states the version "incomplete"
@@ -55,7 +55,7 @@ def push_once(
 ) -> Outcome:
     """Send `targets` the weights and stamp the version on them.
 
-    Collective over the tensor and pipeline ranks of one replica, and of those that hold other
+    Collective over the tensor and pipeline ranks of one replica, and over those that hold other
     experts of the same layers (World.coupled_replicas).
 
     Args:
@@ -64,26 +64,27 @@ def push_once(
         label: unique to this push.
         dtype: of the servers' weights.
     """
-    if transport is None or not transport.is_sender:  # one pass to send, one to hash
-        if transport is None:
-            _gather(chunks)
-        else:
-            transport.open(targets, label)
-            for bucket in make_buckets(chunks, dtype, bucket_bytes, transport.buffers):
-                transport.send(bucket)
-        _gather(chunks)
-        return Outcome((), {}, 0)
-    window = architecture_of(chunks).max_positions
-    probe = [0] * min(_PROBE_TOKENS, window - 1)
-    sessions, failed = ask_all(targets, lambda target: _Session(target.client, probe))
-    transport.open([target for target in targets if target.name in sessions], label)
-    transport.failed |= failed
+    is_sender = transport is not None and transport.is_sender
+    sessions: dict[str, _Session] = {}
     num_bytes = 0
-    for bucket in make_buckets(chunks, dtype, bucket_bytes, transport.buffers):
-        transport.send(bucket)
-        num_bytes += bucket.flat.numel()
+    if transport is not None:
+        unreachable: dict[str, str] = {}
+        if is_sender:
+            probe = [0] * min(_PROBE_TOKENS, architecture_of(chunks).max_positions - 1)
+            sessions, unreachable = ask_all(targets, lambda t: _Session(t.client, probe))
+            targets = [target for target in targets if target.name in sessions]
+        transport.open(targets, label)
+        transport.failed |= unreachable
+        for bucket in make_buckets(chunks, dtype, bucket_bytes, transport.buffers):
+            transport.send(bucket)
+            num_bytes += bucket.flat.numel()
+    else:
+        _gather(chunks)
+    if transport is None or not is_sender:
+        _gather(chunks)  # the sender's checksums need a second pass
+        return Outcome((), {}, 0)
     transport.close()
-    verify_all(transport, sessions, chunks, dtype, version)
+    _verify_all(transport, sessions, chunks, dtype, version)
     transport.clean_up()
     verified = tuple(target.name for target in transport.alive)
     return Outcome(verified, dict(transport.failed), num_bytes)
@@ -121,7 +122,7 @@ def make_buckets(
     yield Bucket(buffer[:used], tuple(pending))
 
 
-def verify_all(
+def _verify_all(
     transport: Transport,
     sessions: dict[str, _Session],
     chunks: Sequence[Module],
@@ -155,39 +156,36 @@ class _Session:
     def __init__(self, client: SglangClient, probe: Sequence[int]) -> None:
         """Abort the requests that still run, whose replies nothing reads, and begin.
 
+        All methods raise ServerFailure or RefusedRequest.
+
         Args:
             probe: a prompt that is put into the cache now; after the flush it must be gone.
         """
         self._client = client
         self._probe = probe
-        abort = {"rid": "", "abort_all": True}
-        client.call("POST", "/abort_request", abort, timeouts.QUESTION, attempts=ATTEMPTS)
+        self._repeatable("/abort_request", {"rid": "", "abort_all": True})
         client.cached_tokens(probe)
         try:
-            self._begin()
-        except RefusedRequest:  # a failed publish left its session open
-            self._end()
-            self._begin()
+            self._move("/begin_weight_update")
+        except RefusedRequest:  # a failed push left its session open
+            self._move("/end_weight_update")
+            self._move("/begin_weight_update")
 
     def finish(self) -> Any:
-        """End the update, flush the cache; returns the server's reply with its checksums.
-
-        Raises:
-            ServerFailure, RefusedRequest: a request failed.
-        """
-        self._end()
-        self._flush_cache()
-        body = {"action": "checksum"}
-        return self._client.call(
-            "POST", "/weights_checker", body, timeouts.CHECKSUMS, attempts=ATTEMPTS
-        )
+        """End the update, flush the cache and verify that it is empty; returns the server's reply
+        with its checksums."""
+        self._move("/end_weight_update")
+        # the server waits for up to 5 s until the aborted requests have ended
+        reply = self._repeatable("/flush_cache?timeout=5", {})
+        if not str(reply).startswith("Cache flushed"):
+            raise self._client.garbage(f"/flush_cache: {reply!r}")
+        if cached := self._client.cached_tokens(self._probe):  # keys of the old weights
+            detail = f"{cached} tokens of the probe are cached after /flush_cache"
+            raise self._client.garbage(detail)
+        return self._repeatable("/weights_checker", {"action": "checksum"}, timeouts.CHECKSUMS)
 
     def stamp(self, answer: Any, expected: Sequence[dict[str, str]], version: int) -> None:
-        """Stamp the version on the server if its checksums are the expected ones.
-
-        Raises:
-            ServerFailure, RefusedRequest: the server does not hold exactly what was sent.
-        """
+        """Stamp the version on the server if its checksums are the expected ones; else raise."""
         client = self._client
         try:
             by_rank = {
@@ -205,20 +203,12 @@ class _Session:
                     f"differ from the trainer's, e.g. {', '.join(names[:3])}"
                 )
         stamp = {"new_version": str(version), "abort_all_requests": False}
-        client.call("POST", "/update_weight_version", stamp, timeouts.QUESTION, attempts=ATTEMPTS)
+        self._repeatable("/update_weight_version", stamp)
 
-    def _begin(self) -> None:
-        self._client.call("POST", "/begin_weight_update", {}, timeouts.UPDATE)
+    def _move(self, path: str) -> None:
+        self._client.call("POST", path, {}, timeouts.UPDATE)
 
-    def _end(self) -> None:
-        self._client.call("POST", "/end_weight_update", {}, timeouts.UPDATE)
-
-    def _flush_cache(self) -> None:
-        """Flush and verify that no keys and values of the old weights are left."""
-        # the server waits for up to 5 s until the aborted requests have ended
-        path = "/flush_cache?timeout=5"
-        reply = self._client.call("POST", path, {}, timeouts.QUESTION, attempts=ATTEMPTS)
-        if not str(reply).startswith("Cache flushed"):
-            raise self._client.garbage(f"/flush_cache: {reply!r}")
-        if cached := self._client.cached_tokens(self._probe):
-            raise self._client.garbage(f"{cached} tokens of the probe are cached after {path}")
+    def _repeatable(
+        self, path: str, body: dict[str, Any], seconds: float = timeouts.QUESTION
+    ) -> Any:
+        return self._client.call("POST", path, body, seconds, attempts=ATTEMPTS)

@@ -6,7 +6,7 @@
 other of two buffers. Both buffers are kept between publishes: copying into fresh memory takes ten
 times as long. A server that fails is recorded in `failed` and skipped from then on; nothing raises
 for it. A sender sends to all its servers at once. Not here: the transfer over a process group
-(group.py), which weights are sent and their verification (sync.py), restarts (fleet.py).
+(group.py).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Transport:
         self.failed: dict[str, str] = {}
         self.buffers = Buffers()
         self.timeout = timeout_seconds
-        self._grace_seconds: float | None = None  # for other servers after one has failed
+        self._grace_seconds: float | None = None  # the other servers' after one has failed
         self._targets: list[Target] = []
         self._pending: Pending | None = None
 
@@ -204,7 +204,7 @@ class TensorTransport(Transport):
     rank on its own GPU, so that no server needs a context on another GPU.
 
     Args:
-        group: the replica's ranks, whose first rank sends; None: this rank alone.
+        group: the replica's ranks, whose first rank sends; None: only this rank.
         sources: server name -> for each of its tensor ranks the rank in `group` that it reads from.
             Servers that are not named read from the sender.
     """
@@ -264,7 +264,7 @@ def handle_of(bucket: Bucket) -> str:
     pickled = io.BytesIO()
     pickler = ForkingPickler(pickled)
     if bucket.flat.is_cuda:
-        reducers: Any = pickler.dispatch_table  # of this pickler only
+        reducers: Any = pickler.dispatch_table  # this pickler's only
         reducers[Tensor] = _reduce_cuda_tensor
     with _sharing_by_file_name():
         pickler.dump({"flattened_tensor": bucket.flat, "metadata": _places(bucket)})

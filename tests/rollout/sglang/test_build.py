@@ -2,9 +2,6 @@
 
 import json
 
-import pytest
-
-from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.rollout.sglang.build import model_config, server_options, write_model_config
 from stable_opd_mcore.serving.process import ServerOptions
@@ -38,19 +35,6 @@ def test_only_colocated_servers_release_their_memory():
     assert (colocated.memory_saver, others.memory_saver) == (True, False)
     assert 0 < colocated.memory_share < 1
     assert others.memory_share is None
-
-
-def test_the_precision_is_the_trainers():
-    assert options_of({}, precision="bf16").dtype == "bfloat16"
-
-
-def test_the_key_is_that_of_the_file(tmp_path):
-    file = tmp_path / "key"
-    file.write_text("secret\n")
-    assert options_of({"api_key_file": str(file)}).api_key == "secret"
-    assert options_of({}).api_key is None
-    with pytest.raises(UserError, match="absent"):
-        options_of({"api_key_file": str(tmp_path / "absent")})
 
 
 def test_a_model_directory_names_the_class_that_sglang_loads(tmp_path):

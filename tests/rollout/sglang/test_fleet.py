@@ -147,16 +147,6 @@ def fleet_of(path: Path, *urls: str) -> Fleet:
     return Fleet(members, EventLog(path / "events.jsonl"))
 
 
-def test_a_server_is_restarted_also_when_no_event_can_be_written(tmp_path, caplog):
-    """As on a full disk, or without a file that may still be opened."""
-    (tmp_path / "events.jsonl").mkdir()
-    fleet = fleet_of(tmp_path, "http://127.0.0.1:9")
-    fleet.fail(fleet.members[0], "for the test")
-    assert fleet.members[0].state == "restarting"
-    assert f"{tmp_path / 'events.jsonl'}: Is a directory; an event is not written" in caplog.text
-    assert fleet.events.take_metrics().values_by_key()["engine/failure"] == 1
-
-
 def test_too_old_a_release_is_refused_before_any_weights(tmp_path):
     reply = (200, b'{"version": "0.5.22.post1", "tp_size": 1}')
     with http_server(lambda _: reply) as url:

@@ -17,7 +17,6 @@ from torch.multiprocessing import reductions
 from stable_opd_mcore.rollout.sglang.transports import (
     GROUP_LOST,
     Bucket,
-    Buffers,
     DiskTransport,
     Target,
     Transport,
@@ -46,19 +45,6 @@ def bucket_of(**tensors: torch.Tensor) -> Bucket:
     return Bucket(flat, tuple(tensors.items()))
 
 
-def test_two_buffers_are_used_in_turn_and_grow_alone():
-    buffers = Buffers()
-    first, second = buffers.take(10, CPU), buffers.take(6, CPU)
-    assert (first.dtype, first.numel(), second.numel()) == (torch.uint8, 10, 6)
-    assert first.data_ptr() != second.data_ptr()
-    smaller = buffers.take(8, CPU)
-    assert (smaller.numel(), smaller.data_ptr()) == (8, first.data_ptr())
-    larger = buffers.take(20, CPU)
-    assert larger.numel() == 20
-    assert buffers.take(10, CPU).data_ptr() == first.data_ptr()
-    assert buffers.take(20, CPU).data_ptr() == larger.data_ptr()
-
-
 def recording(reply: tuple[int, bytes]) -> tuple[list[str], Callable[[Request], tuple[int, bytes]]]:
     paths: list[str] = []
 
@@ -82,16 +68,6 @@ def test_a_server_that_fails_is_recorded_and_sent_nothing_more():
     assert transport.failed.keys() == {"server_1", "server_2"}
     assert transport.failed["server_1"].endswith("/update: no such group")
     assert "bad shape" in transport.failed["server_2"]
-
-
-def test_the_first_reason_of_a_failure_is_kept_until_the_next_publish():
-    transport = opened("http://127.0.0.1:9")
-    (target,) = transport.alive
-    transport.fail(target, "first")
-    transport.fail(target, "second")
-    assert transport.failed == {"server_0": "first"}
-    transport.open([target], "1")
-    assert transport.alive == [target]
 
 
 @pytest.mark.parametrize("grace_seconds", [None, 0.05])

@@ -1,4 +1,4 @@
-"""Builds the rollout engine that a config names. Not here: the engines themselves, or models."""
+"""Builds the rollout engine that a config names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.planning.seconds import embedded_seconds
 from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.rollout.engine import RolloutEngine
@@ -27,8 +24,7 @@ from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 from stable_opd_mcore.serving.teacher import ServedTeacher
 
 _log = logging.getLogger(__name__)
-_SLOW_SECONDS = 60.0
-_OF_REPLAYED = (  # what stored rollouts depend on
+_SETTINGS_OF_STORED = (  # what stored rollouts depend on
     "train.seed",
     "rollout.prompts_per_step",
     "sampling.temperature",
@@ -53,7 +49,7 @@ def build_engine(
         stop_requested: whether the run is about to end; then no server is waited for.
         progress: called from any thread whenever a server has answered or a token is decoded.
         memory: the trainer's parts on the device, which colocated servers need.
-        teacher: scores the responses that servers draw.
+        teacher: scores the responses that servers sample.
 
     Raises:
         UserError: the run to replay has no stored rollouts, or there are too few servers.
@@ -61,16 +57,16 @@ def build_engine(
     match config.rollout.engine:
         case "embedded":
             if world.device.type == "cuda" and world.rank == 0:
-                warn_if_slow(config, architecture_of(chunks), world.world_size)
-            settings = config.rollout
-            return embedded_engine(
-                world,
-                chunks,
-                tokenizer,
-                progress,
-                max_staleness=settings.max_staleness,
-                partial=settings.partial,
-            )
+                _log.warning(
+                    "rollout.engine=embedded decodes in Python, which takes minutes a step for a "
+                    "large student; set rollout.engine=sglang and "
+                    "rollout.sglang.placement=colocated"
+                )
+            ahead = {
+                "max_staleness": config.rollout.max_staleness,
+                "partial": config.rollout.partial,
+            }
+            return embedded_engine(world, chunks, tokenizer, progress, **ahead)
         case "replay":
             return _replay_engine(config)
         case "sglang":
@@ -86,7 +82,7 @@ def _replay_engine(config: Config) -> ReplayEngine:
     engine = ReplayEngine(directory, config.train.steps)
     if RunDirectory(directory).resolved.is_file():
         differ = changes(read_settings(RunDirectory(directory).resolved), config)
-        for key in differ.keys() & _OF_REPLAYED:
+        for key in differ.keys() & _SETTINGS_OF_STORED:
             stored, own = differ[key]
             raise UserError(
                 f"{key}={own}, but rollout.replay_from={directory} was sampled with {stored}: the "
@@ -104,18 +100,6 @@ def evaluation_engine(
     return build_engine(config, world, chunks, tokenizer)
 
 
-def warn_if_slow(config: Config, student: Architecture, gpus: int) -> None:
-    """Log where the embedded engine will take long for a step's rollouts on GPUs."""
-    seconds = embedded_seconds(config, student, gpus)
-    if seconds >= _SLOW_SECONDS:
-        _log.warning(
-            "rollout.engine=embedded is written in Python: about %.0f s for the rollouts of a step "
-            "(an estimate for H200s); set rollout.engine=sglang and "
-            "rollout.sglang.placement=colocated",
-            seconds,
-        )
-
-
 def embedded_engine(
     world: World,
     chunks: Sequence[Module],
@@ -123,10 +107,10 @@ def embedded_engine(
     progress: Callable[[], None] = lambda: None,
     **ahead: Any,
 ) -> EmbeddedEngine:
-    """An engine that can draw responses to any prompt; evaluations use it too.
+    """An engine that can sample responses to any prompt; evaluations use it too.
 
     Args:
-        ahead: `max_staleness` and `partial` of an engine that draws ahead.
+        ahead: `max_staleness` and `partial` of an engine that samples ahead.
     """
     size, decode = tokenizer.vocab_size, tokenizer.decode
     return EmbeddedEngine(chunks, world, decode, vocab_size=size, progress=progress, **ahead)
