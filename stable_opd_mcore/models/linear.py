@@ -2,8 +2,7 @@
 
 torch gives them to MKL, which is slower on some CPUs (BENCHMARKS.md). Here outputs and gradients of
 inputs come from oneDNN. Gradients of weights, at which MKL is as fast, are added to Megatron's
-`main_grad` without a tensor in between. Without gradients, `linear` also takes weights in oneDNN's
-own layout: a copy for those that multiply few rows by the same weights often (rollout/embedded.py).
+`main_grad` without a tensor in between.
 
 Layers in FP8 multiply what fp8_emulation.py has rounded. Shapes: T tokens, H inputs, O outputs of
 this rank's part of a matrix.
@@ -31,27 +30,15 @@ _onednn: Any = torch.ops.mkldnn
 
 
 def linear(input: Tensor, weight_OH: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`F.linear` without gradients: input [..., H] to [..., O]. The weight may be `packed`."""
-    if weight_OH.is_mkldnn or (weight_OH.dtype == torch.float32 and _onednn_takes(weight_OH)):
+    """`F.linear` without gradients: input [..., H] to [..., O]."""
+    if _onednn_takes(weight_OH):
         return _onednn._linear_pointwise(input, weight_OH, bias_O, "none", [], "")
     return F.linear(input, weight_OH, bias_O)
 
 
-def packed(weight_OH: Tensor) -> Tensor:
-    """A copy in oneDNN's layout, which only `linear` takes and which does not follow changes of the
-    weight; the weight itself where oneDNN does not multiply it.
-    """
-    if not _onednn_takes(weight_OH):
-        return weight_OH
-    return _onednn._reorder_linear_weight(weight_OH.detach())
-
-
 def _onednn_takes(weight: Tensor) -> bool:
-    if not weight.is_cpu or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return _onednn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32
+    is_available = torch.backends.mkldnn.is_available()
+    return weight.is_cpu and weight.dtype == torch.float32 and is_available
 
 
 class _Product(torch.autograd.Function):

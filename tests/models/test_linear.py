@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stable_opd_mcore.models import linear as module
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.linear import TorchColumnLinear, TorchRowLinear, linear, packed
+from stable_opd_mcore.models.linear import TorchColumnLinear, TorchRowLinear, linear
 from tests.models import tiny
 
 SIZES = [(1, 1, 1), (5, 7, 3), (130, 257, 129), (0, 8, 4)]  # T, H, O
@@ -33,7 +33,7 @@ def operands(sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, T
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("prepare", [packed, lambda w: w, lambda w: w.t().contiguous().t()])
+@pytest.mark.parametrize("prepare", [lambda w: w, lambda w: w.t().contiguous().t()])
 def test_linear_is_the_product_and_the_bias(prepare, dtype, sizes):
     x, w, b = operands(sizes, dtype)
     rounding = torch.finfo(dtype).eps * 16 * max(1, sizes[1]) ** 0.5
@@ -44,16 +44,10 @@ def test_linear_is_the_product_and_the_bias(prepare, dtype, sizes):
         torch.testing.assert_close(y.double(), exact, rtol=rounding, atol=rounding)
 
 
-def test_a_packed_weight_is_a_copy_or_the_weight_itself(monkeypatch):
+def test_without_onednn_the_product_is_torchs(monkeypatch):
     x, w, b = operands((5, 7, 3), torch.float32)
-    assert packed(w.double()).dtype == torch.float64
-    copy, before = packed(w), linear(x, w, b)
-    if torch.backends.mkldnn.is_available():
-        w.zero_()
-        torch.testing.assert_close(linear(x, copy, b), before)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(module, "_onednn", None)
-    assert packed(w) is w
     assert torch.equal(linear(x, w, b), F.linear(x, w, b))
 
 
