@@ -26,16 +26,11 @@ class ReplayEngine(RolloutEngine):
         num_steps: that this run takes.
 
     Raises:
-        UserError: the run has no rollouts, or fewer steps.
+        UserError: the run has stored fewer steps.
     """
 
     def __init__(self, run_directory: str | Path, num_steps: int = 1):
         self._run_directory = Path(run_directory)
-        if not any(RunDirectory(self._run_directory).rollouts(0).parent.glob("step_*.jsonl")):
-            raise UserError(
-                f"{self._run_directory}: no stored rollouts; rollout.replay_from must be a "
-                "run directory that was trained with rollout.save=all"
-            )
         for step in range(1, num_steps + 1):
             self._stored_path(step)
 
@@ -44,8 +39,9 @@ class ReplayEngine(RolloutEngine):
         if not path.is_file():
             num_stored = len(list(path.parent.glob("step_*.jsonl")))
             raise UserError(
-                f"{path}: step {step} was not stored; the run to replay must have at least as "
-                f"many steps as this one (it has {num_stored}), and rollout.save=all"
+                f"{path}: step {step} was not stored; rollout.replay_from must be the directory of "
+                "a run with rollout.save=all and at least as many steps as this one (it has "
+                f"{num_stored})"
             )
         return path
 

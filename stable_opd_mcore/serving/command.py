@@ -46,8 +46,6 @@ class ServerOptions:
     memory_saver: bool = False  # colocated on a GPU: weights and cache can be released
     gpus: tuple[int, ...] = ()  # local ids, one per tensor rank; unused on a CPU
     memory_share: float | None = None  # share of the free GPU memory; None: SGLang's choice
-    max_running_requests: int | None = None
-    startup_timeout_seconds: float | None = None  # None: timeouts.START
     arguments: tuple[str, ...] = ()  # further SGLang arguments
 
 
@@ -66,8 +64,6 @@ def launch_command(options: ServerOptions, port: int, owner_pid: int) -> list[st
     ]
     if options.dummy_weights:
         command += ["--load-format", "dummy"]
-    if options.max_running_requests is not None:
-        command += ["--max-running-requests", str(options.max_running_requests)]
     if options.device == "cpu":
         # without --sleep-on-idle an idle scheduler keeps a core busy
         command += ["--attention-backend", "torch_native", "--sleep-on-idle"]

@@ -87,7 +87,6 @@ def free_port(host: str) -> int:
 
 def await_answer(
     client: SglangClient,
-    limit_seconds: float,
     give_up: Callable[[], bool],
     is_running: Callable[[], bool] = lambda: True,
 ) -> str | None:
@@ -98,8 +97,8 @@ def await_answer(
             return "ended"
         if give_up():
             return "did not answer yet, and a stop was requested"
-        if time.monotonic() - began > limit_seconds:
-            return f"did not answer in {limit_seconds:g} s"
+        if time.monotonic() - began > timeouts.START:
+            return f"did not answer in {timeouts.START:g} s"
         time.sleep(_POLL_SECONDS)
     return None
 
@@ -165,11 +164,8 @@ class SglangServer:
             ServerStartError: it ended, its time to start passed, or `give_up()` is true.
                 The server is then stopped.
         """
-        limit = self.options.startup_timeout_seconds or timeouts.START
         with contextlib.closing(self.client()) as client:
-            defect = await_answer(
-                client, limit, give_up, lambda: self.is_running and not self._has_no_port()
-            )
+            defect = await_answer(client, give_up, self._can_answer)
             if defect is None:
                 try:  # /flush_cache collects garbage: exclude what SGLang's imports created
                     client.call("POST", "/freeze_gc")
@@ -195,8 +191,9 @@ class SglangServer:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
-    def _has_no_port(self) -> bool:
-        """Whether another process had its port. SGLang then serves nothing and does not end."""
+    def _can_answer(self) -> bool:
+        """Whether it runs and has its port; without one SGLang serves nothing and does not end."""
         with self.log.open("rb") as log:
             log.seek(self._log_start)
-            return b"error while attempting to bind on address" in log.read()
+            has_port = b"error while attempting to bind on address" not in log.read()
+        return self.is_running and has_port

@@ -42,12 +42,6 @@ def test_the_embedded_engine_uses_the_tokenizer(tiny_path, world):
         assert rollout.text == tokenizer.decode(ids)
 
 
-def test_a_replay_needs_stored_rollouts(tmp_path, world):
-    settings = config(engine="replay", replay_from=str(tmp_path))
-    with pytest.raises(ValueError, match="no stored rollouts"):
-        build_engine(settings, world, [], Tokenizer.load("synthetic"))
-
-
 def test_a_replay_is_of_a_run_that_sampled_alike_for_as_many_steps(tmp_path, world):
     rollout = {"engine": "replay", "replay_from": str(tmp_path)}
     (tmp_path / "rollouts").mkdir()

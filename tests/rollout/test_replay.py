@@ -48,5 +48,5 @@ def test_refusals_name_what_does_not_fit(engine, tmp_path):
         engine.generate([PROMPTS[1]], Sampling(num_samples=3), step=0)
     with pytest.raises(UserError, match=r"set:1 was stored with other tokens .2, now 3"):
         engine.generate([Prompt("set:1", "problem 1", (1, 2, 3))], sampling, step=0)
-    with pytest.raises(UserError, match=r"no stored rollouts; .* rollout.save=all"):
+    with pytest.raises(UserError, match=r"step 1 was not stored; .* rollout.save=all .*has 0"):
         ReplayEngine(tmp_path / "elsewhere")

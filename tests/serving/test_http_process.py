@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from concurrent.futures import CancelledError
 
@@ -154,17 +153,6 @@ def test_requests_beyond_the_open_files_wait_for_their_turn(silent, monkeypatch)
     }
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-
-
-def test_callbacks_come_from_the_thread_that_reads_replies():
-    names, done = [], threading.Event()
-    with http_server(lambda _: (200, b"{}")) as url:
-        reply = SglangClient(url).submit(HEALTH, delay_seconds=0.1)
-        reply.add_done_callback(
-            lambda _: (names.append(threading.current_thread().name), done.set())
-        )
-        assert done.wait(30)
-    assert names == ["http"]
 
 
 def test_text_is_of_the_whole_response_without_its_stop_token():

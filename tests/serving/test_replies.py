@@ -35,7 +35,7 @@ def response_of(finish: Any, *ids: Any, **meta: Any) -> dict[str, Any]:
         ("length", [2, 3, 9], "stop"),  # its last token may be a stop token
         ("abort", [2], "abort"),
         ("abort", [], "abort"),
-        ("abort", [2, 3, 5], "length"),  # aborted while its last token was drawn
+        ("abort", [2, 3, 5], "length"),  # aborted while its last token was sampled
     ],
 )
 def test_a_response_is_read_into_arrays(finish, ids, read):
@@ -50,31 +50,19 @@ def test_a_response_is_read_into_arrays(finish, ids, read):
 @pytest.mark.parametrize(
     "response",
     [
-        None,
-        [],
         {},
         response_of("stop", 2, 3),
         response_of("length", 2),
-        response_of("length", 2, 3, 4, 5),
         response_of("length"),
         response_of("length", 2, 3, 10),
-        response_of("length", 2, 3, -1),
-        response_of("length", 2, 3, 2**40),
         response_of("length", 2, 3, 2**70),
         response_of("length", 2, 3, 4.0),
-        response_of("length", 2, 3, "4"),
         response_of("length", 2, 3, [4]),
-        response_of("length", 2, 3, None),
         response_of("whatever", 2),
-        response_of(["stop"], 2),
         response_of("abort", 2, output_token_logprobs=[[-0.5, 3, None]]),
-        response_of("abort", 2, output_token_logprobs=[[-0.5, 2]]),
         response_of("abort", 2, output_token_logprobs=[[None, 2, None]]),
         response_of("abort", 2, output_token_logprobs=[[0.5, 2, None]]),
         response_of("abort", 2, output_token_logprobs=[[1e300, 2, None]]),
-        response_of("abort", 2, output_token_logprobs=[[[-0.5], 2, None]]),
-        response_of("abort", 2, output_token_logprobs=7),
-        response_of("abort", 2, weight_versions=[7]),
         response_of("abort", 2, cached_tokens="many"),
     ],
 )
@@ -139,18 +127,12 @@ def test_scores_are_read_from_lists_and_from_arrays(lists):
         scores_of(2, **flat([[-0.5, -0.5]], [[3, 3]])),
         scores_of(2, **flat([[-0.5]], [[5]])),
         scores_of(2, **flat([[float("nan")]], [[3]])),
-        scores_of(2, **flat([[-0.5]], [[3]]) | {"input_top_logprobs_val_flat_b64": "AAA"}),
         scores_of(2, **flat([[-0.5]], [[3]]) | {"input_top_logprobs_val_flat_b64": "AAAA"}),
     ],
 )
 def test_scores_that_do_not_fit_the_request_are_refused(reply):
     with pytest.raises(UNUSABLE):
         read_scores(reply, Scoring((1, 2), 1, 5, top_k=1))
-
-
-def test_without_lists_their_arrays_have_no_columns():
-    scores = read_scores(scores_of(2), Scoring((1, 2), 1, 5))
-    assert [array.shape for array in vars(scores).values()] == [(1,), (1, 0), (1, 0), (1, 0)]
 
 
 def test_a_status_is_a_failure_or_a_refusal():

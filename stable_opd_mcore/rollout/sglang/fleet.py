@@ -184,7 +184,7 @@ class Fleet:
             if member.server is not None:
                 member.server.wait_until_healthy(self.stop_requested)
             else:
-                defect = await_answer(member.client, timeouts.START, self.stop_requested)
+                defect = await_answer(member.client, self.stop_requested)
                 if defect is not None:
                     raise ServerStartError(f"{member.client.url} {defect}")
             check_release(member.client.release(), member.client.url)
