@@ -19,6 +19,7 @@ from stable_opd_mcore.planning.topology import WEIGHT_BUCKET_BYTES, server_dtype
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
 from stable_opd_mcore.rollout.sglang.sync import push_once
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport
+from stable_opd_mcore.serving.client import SglangClient
 
 _MAX_ATTEMPTS = 8  # attempts at one publish; external servers have no restarts that could run out
 _MAX_SPARED = 5  # attempts that spare servers whose process group another server broke
@@ -168,5 +169,6 @@ class Publisher:
         sender: int | None = 0
         if self.config.rollout.sglang.transport == "tensor":  # its memory is shared with its owner
             sender = self.world.data_rank if member.server is not None else None
-        client = replace(member.client)  # a transport may close it
+        # a client of its own, because a transport may close it
+        client = SglangClient(member.client.url, api_key=member.client.api_key)
         return ServerStatus(member.name, client, member.tensor, member.life, member.state, sender)
