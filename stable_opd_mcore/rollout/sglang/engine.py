@@ -106,9 +106,10 @@ class SglangEngine(RolloutEngine):
         if self.config.is_colocated:
             self._take_gpu()
         requests = self._ahead.pop((step, sampling), None)
-        is_fresh = any(gather_objects(requests is None))
-        if is_fresh and self._sent_version != self.weight_version:
-            self._update_servers()
+        if self._sent_version != self.weight_version:  # the same on every rank
+            needs_current = any(gather_objects(requests is None))
+            if needs_current:
+                self._update_servers()
         if requests is None:
             requests = self._start(prompts, sampling, step, self.weight_version)
         self._finish(requests)
