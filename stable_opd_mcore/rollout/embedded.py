@@ -75,7 +75,8 @@ class EmbeddedEngine(RolloutEngine):
         if architecture.vocab_size < self.vocab_size:
             raise UserError(
                 f"the student has {architecture.vocab_size} vocabulary entries, fewer than the "
-                f"{self.vocab_size} of its tokenizer: it belongs to another tokenizer"
+                f"{self.vocab_size} of its tokenizer, which belongs to another model: set "
+                "tokenizer.path"
             )
         self._window = architecture.max_positions
         # responses sampled ahead by step, finished or not; evaluations differ in sampling or step

@@ -92,7 +92,8 @@ def check_prompts(
         if low < 0 or high >= vocab_size:
             raise UserError(
                 f"prompt {prompt.prompt_id}: token id {low if low < 0 else high} is outside the "
-                f"model's vocabulary of {vocab_size}; the tokenizer belongs to another model"
+                f"model's vocabulary of {vocab_size}; the tokenizer belongs to another model: set "
+                "tokenizer.path"
             )
         total = len(ids) + sampling.max_new_tokens
         if total > window:
@@ -104,6 +105,6 @@ def check_prompts(
     outside = [token for token in sampling.stop_token_ids if not 0 <= token < vocab_size]
     if outside:
         raise UserError(
-            f"stop token ids {outside} are outside the model's vocabulary of {vocab_size}; "
-            "check student.stop_token_ids"
+            f"stop token ids {outside} are outside the model's vocabulary of {vocab_size}; set "
+            "student.stop_token_ids to ids inside it"
         )

@@ -56,7 +56,8 @@ class MegatronScorer(Scorer):
         if num_rows < self.vocab_size:
             raise UserError(
                 f"the model has {num_rows} vocabulary entries, fewer than the {self.vocab_size} of "
-                "the student's tokenizer: it belongs to another tokenizer"
+                "the student's tokenizer: it belongs to another tokenizer; choose a model with the "
+                "student's"
             )
         if self.head is None:
             self.head = output_head(self.chunks, self.vocab_size)

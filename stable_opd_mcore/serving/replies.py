@@ -88,7 +88,7 @@ def _require_usable(ids: NDArray[np.int32], finish: Any, request: Generation) ->
         raise ValueError(f"{len(ids)} tokens, requested {least} to {longest}")
     _require_below(ids, request.vocab_size)
     if finish not in ("stop", "length", "abort"):
-        raise ValueError(f"finish reason {finish!r}")
+        raise ValueError(f"finish reason {finish!r}, expected stop, length or abort")
     if finish == "stop" and int(ids[-1]) not in stops:
         raise ValueError(f"finish reason {finish!r} with last token {ids[-1]}")
     if finish == "length" and len(ids) != longest:
@@ -148,28 +148,28 @@ def _scored(entries: Sequence[Any]) -> tuple[NDArray[np.float32], NDArray[np.int
     with np.errstate(over="ignore"):
         logprobs = np.array([value for value, _, _ in entries], np.float32)
     if logprobs.ndim != 1:
-        raise ValueError("a value is a list")
+        raise ValueError("a log-probability is a list, expected a number")
     _require_logprobs(logprobs)
     return logprobs, _ids([token for _, token, _ in entries])
 
 
 def _require_logprobs(values: NDArray[np.float32]) -> None:
     if not (np.isfinite(values) & (values <= _ROUNDING)).all():
-        raise ValueError("a value is not a log-probability")
+        raise ValueError("a log-probability is above 0 or not finite")
 
 
 def _require_below(ids: NDArray[np.int32], size: int) -> None:
     if ids.size and not 0 <= ids.min() <= ids.max() < size:
-        raise ValueError(f"a token outside the vocabulary of {size}")
+        raise ValueError(f"a token is outside the vocabulary of {size}")
 
 
 def _ids(values: Sequence[Any]) -> NDArray[np.int32]:
-    """Whole numbers as an array."""
+    """Integers as an array."""
     if not values:
         return np.empty(0, np.int32)
     array = np.array(values)
     if array.ndim != 1 or array.dtype != np.int64:
-        raise ValueError("not a list of whole numbers")
+        raise ValueError("not a list of integers")
     if not -(2**31) <= array.min() <= array.max() < 2**31:
         raise ValueError(f"{array.max()} is too large for an id")
     return array.astype(np.int32)

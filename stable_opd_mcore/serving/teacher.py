@@ -201,7 +201,7 @@ class ServedTeacher:
                         f"teacher {route or 'urls'}: scores of {client.url} differ by "
                         f"{difference:.3g} from those of {clients[0].url} (allowed "
                         f"{_SELF_TEST_TOLERANCE:g}): other weights, another precision, or a server "
-                        "that is not deterministic"
+                        "that is not deterministic; serve the same model in the same way everywhere"
                     )
         self.idle = IdleClock(self._urls)  # a test is no part of a step
         return largest
@@ -214,8 +214,8 @@ class ServedTeacher:
             raise UserError(
                 f"teacher {url} gives {beyond:.3g} of its probability to token ids from "
                 f"{self.vocab_size} on, which are not in the common vocabulary (allowed "
-                f"{_SELF_TEST_TOLERANCE:g}): random weights, or the model of another tokenizer; "
-                "teacher.engine=megatron ignores such ids"
+                f"{_SELF_TEST_TOLERANCE:g}): random weights, or another tokenizer's model; serve "
+                "the right one, or set teacher.engine=megatron, which ignores such ids"
             )
 
     # ---- sending, in any thread

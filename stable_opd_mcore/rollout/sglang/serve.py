@@ -75,7 +75,7 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
         tell("urls: " + ",".join(server.url for server in servers))
         while not (dead := [server.log for server in servers if not server.is_running]):
             time.sleep(_POLL_SECONDS)
-        raise ConfigError(f"a server ended; see {', '.join(map(str, dead))}")
+        raise ConfigError(f"a server ended; its log says why: {', '.join(map(str, dead))}")
 
 
 def _end(*_: object) -> NoReturn:
