@@ -1,22 +1,9 @@
 """The client against hostile replies; tests/integration has SGLang."""
 
-import gzip
-
 import pytest
 
 from stable_opd_mcore.serving.client import ServerFailure, SglangClient
 from tests.serving.http_server import http_server
-from tests.serving.raw_server import raw_server
-
-
-def test_a_compressed_reply_is_not_decompressed():
-    body = gzip.compress(b"{}")
-    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n\r\n"
-    with (
-        raw_server(lambda connection: connection.sendall(head.encode() + body)) as url,
-        pytest.raises(ServerFailure, match=f"{url}: garbage: .*not JSON"),
-    ):
-        SglangClient(url).call("POST", "/weights_checker", {})
 
 
 @pytest.mark.parametrize(
