@@ -1,4 +1,4 @@
-"""What every engine refuses, and the methods of an engine that draws nothing ahead."""
+"""What every engine refuses."""
 
 import pytest
 

@@ -129,7 +129,7 @@ def test_each_source_has_its_teacher_and_one_without_is_refused():
         teacher.close()
     with pytest.raises(ValueError, match=r"the source 'code' of data\.train: .* a, coder"):
         ServedTeacher(settings, **options, route_of={"a": "a", "code": "code"})
-    with pytest.raises(ValueError, match=r"rollouts are drawn at 0\.7"):
+    with pytest.raises(ValueError, match=r"rollouts are sampled at 0\.7"):
         ServedTeacher(settings, vocab_size=VOCABULARY, temperature=0.7)
 
 

@@ -40,8 +40,8 @@ RESPONSE = {
 
 @dataclass(eq=False)
 class AbortableServer:
-    """A client whose server has drawn `pace` tokens of each response when its requests are aborted,
-    and draws to the end when `finish` is set. A token is its position in the sequence."""
+    """A client whose server has sampled `pace` tokens of each response when its requests are
+    aborted, and samples to the end when `finish` is set. A token is its position."""
 
     pace: int = 3
     version: int = 0
@@ -167,7 +167,7 @@ def test_aborted_responses_go_on_from_their_tokens_over_two_publishes(tmp_path):
     dispatcher.close()
 
 
-def test_a_teacher_is_asked_about_finished_responses_while_others_are_drawn(tmp_path):
+def test_a_teacher_is_asked_about_finished_responses_while_others_are_sampled(tmp_path):
     """Not those that were interrupted; the last one before `wait` returns."""
     first, second = AbortableServer(), AbortableServer()
     dispatcher = Dispatcher(fleet_over(tmp_path, first, second))
