@@ -8,14 +8,13 @@ Scores are of the softmax at temperature 1 (SGLang scores prompts at no other), 
 sampled at 1. SGLang normalises over all rows of the output head, with those beyond the tokenizer's
 vocabulary; a teacher with probability there is refused at the start.
 
-What becomes of a request:
+A request waits while _MAX_IN_FLIGHT others are in flight. What its reply does:
 
-    it waits            while _MAX_IN_FLIGHT others are in flight; then it is sent to a replica
-    it is answered      the reply has its scores
-    it fails            it is sent to the next replica, after a pause once each has failed
-    it is refused       the teacher is lost
-    it fails, each replica has failed it, somebody waits, and no replica has answered anything for
-                        `patience_seconds`: the teacher is lost
+    scores   | the request is answered
+    refusal  | the teacher is lost
+    failure  | the next replica is asked, after a pause once each has failed; but the teacher is
+             | lost if each has failed, somebody waits, and none of them has answered anything for
+             | `patience_seconds`
 
 A lost teacher answers nothing more: `wait` returns None, the futures raise TeacherLost. Not here:
 who asks (rollout/sglang/dispatch.py for responses that servers sample, otherwise

@@ -64,24 +64,24 @@ def push_once(
         label: unique to this push.
         dtype: of the servers' weights.
     """
-    is_sender = transport is not None and transport.is_sender
+    if transport is None:
+        _gather(chunks)  # to send
+        _gather(chunks)  # to verify
+        return Outcome((), {}, 0)
     sessions: dict[str, _Session] = {}
+    unreachable: dict[str, str] = {}
+    if transport.is_sender:
+        probe = [0] * min(_PROBE_TOKENS, architecture_of(chunks).max_positions - 1)
+        sessions, unreachable = ask_all(targets, lambda t: _Session(t.client, probe))
+        targets = [target for target in targets if target.name in sessions]
+    transport.open(targets, label)
+    transport.failed |= unreachable
     num_bytes = 0
-    if transport is not None:
-        unreachable: dict[str, str] = {}
-        if is_sender:
-            probe = [0] * min(_PROBE_TOKENS, architecture_of(chunks).max_positions - 1)
-            sessions, unreachable = ask_all(targets, lambda t: _Session(t.client, probe))
-            targets = [target for target in targets if target.name in sessions]
-        transport.open(targets, label)
-        transport.failed |= unreachable
-        for bucket in make_buckets(chunks, dtype, bucket_bytes, transport.buffers):
-            transport.send(bucket)
-            num_bytes += bucket.flat.numel()
-    else:
-        _gather(chunks)
-    if transport is None or not is_sender:
-        _gather(chunks)  # the sender's checksums need a second pass
+    for bucket in make_buckets(chunks, dtype, bucket_bytes, transport.buffers):
+        transport.send(bucket)
+        num_bytes += bucket.flat.numel()
+    if not transport.is_sender:
+        _gather(chunks)  # to verify
         return Outcome((), {}, 0)
     transport.close()
     _verify_all(transport, sessions, chunks, dtype, version)
