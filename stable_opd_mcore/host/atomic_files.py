@@ -64,7 +64,7 @@ def require_new_directory(path: Path) -> None:
         UserError: the message names the directory and the reason.
     """
     if path.exists():
-        raise UserError(f"{path}: it exists; give a directory that does not")
+        raise UserError(f"{path} exists; give a directory that does not")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}."):

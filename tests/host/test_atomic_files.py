@@ -69,7 +69,7 @@ def test_a_directory_that_exists_or_cannot_be_made_is_refused(tmp_path):
     require_new_directory(tmp_path / "a" / "new")
     assert list((tmp_path / "a").iterdir()) == []
     for path, reason in (
-        (tmp_path, "it exists; give"),
+        (tmp_path, "exists; give"),
         (Path("/proc/x"), "cannot be created: .*may"),
     ):
         with pytest.raises(UserError, match=f"{path}:? {reason}"):
