@@ -12,7 +12,7 @@ multiple; its filling tokens stand at its end, where causal attention hides them
 Samples that other models score and samples that none does (Sample.is_scored) are never in one
 micro-batch, so the score phase runs over the first kind only.
 
-Suffixes of names: records.py.
+Suffixes of names: records.py; P prompts, M micro-batches.
 """
 
 import heapq

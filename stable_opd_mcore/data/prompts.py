@@ -119,7 +119,10 @@ class PromptSet:
         for index, row in enumerate(rows):
             _refuse_control_tokens(row, tokenizer, golden)
             if not len(prompts[index]):
-                raise DataError(f"{row.row_id}: the chat template renders its prompt to no tokens")
+                raise DataError(
+                    f"{row.row_id}: the chat template renders its prompt to no tokens; fix the "
+                    "template or drop the row"
+                )
             num_golden = len(goldens[index])
             problem = self._length_problem(len(prompts[index]), num_golden, window)
             if problem is None and teacher is not None and teacher.window is not None:
@@ -134,7 +137,10 @@ class PromptSet:
             numbers = self.num_dropped, len(rows), window
             _LOG.warning("dropped %d of %d rows that exceed the window of %d", *numbers)
         if not kept:
-            raise DataError(f"none of {len(rows)} rows fits the window of {window} tokens")
+            raise DataError(
+                f"none of {len(rows)} rows fits the window of {window} tokens; lower "
+                "sampling.max_new_tokens or raise student.window"
+            )
         self._rows = [rows[index] for index in kept]
         self._opens_thinking = [opens_thinking(texts[index]) for index in kept]
         # 4 bytes a token: golden solutions may hold 10^8 tokens.

@@ -151,7 +151,7 @@ def _kept(record: Record, whole: bool, required: Collection[str], place: str) ->
         if name not in record:
             raise DataError(
                 f"{place}: no column {name!r}, which teacher.prompt reads; it has "
-                f"{', '.join(map(str, record))}"
+                f"{', '.join(map(str, record))}; name one of these in the template"
             )
     return record if whole else {name: record[name] for name in required} or None
 

@@ -6,7 +6,7 @@ two GEMMs carry that to hidden states and head. Extra memory, whatever N: one bl
 model, and the gradients. docs/evidence/loss.md counts bytes, launches and copies.
 
 N scored rows, C rows of a block, V columns of this rank's vocabulary shard, J looked-up columns of
-a row (the target first, then stop ids), H hidden size.
+a row (the target first, then stop ids), G golden rows, H hidden size.
 """
 
 # torch types `split` and `tolist` only in part; the results in use are cast.

@@ -116,7 +116,13 @@ class Block:
         support = None
         if support_ids_CK is not None:
             at_support = ModelTensors._make(columns[len(at_ids) :])
-            support = _support(support_ids_CK, at_support, batch, merged, scale)
+            if merged is not None:
+                at_support = merged.exact(support_ids_CK, at_support, scale)
+            teacher_CK = at_support.teacher
+            if teacher_CK is None:
+                teacher_CK = (batch.teacher or NO_SCORES).topk_logprobs_NK
+            assert teacher_CK is not None
+            support = Support(support_ids_CK, at_support.student, teacher_CK)
         return cls(
             terms=terms,
             batch=batch,
@@ -300,25 +306,6 @@ def _support_ids(terms: Terms, batch: MicroBatch, head: Head, student_CV: Tensor
     if terms.divergence == "student_support":
         return head.top_k(student_CV, terms.settings.top_k)[1]
     return None
-
-
-def _support(
-    ids_CK: Tensor,
-    at_support: ModelTensors,
-    batch: MicroBatch,
-    merged: MergedStops | None,
-    scale: float,
-) -> Support:
-    """The support with the merged outcome's exact logits, from the divided logits at its ids."""
-    student_CK, teacher_CK, _ = at_support
-    if merged is not None:
-        student_CK = merged.exact(ids_CK, student_CK, merged.logits.student * scale)
-        if teacher_CK is not None and merged.logits.teacher is not None:
-            teacher_CK = merged.exact(ids_CK, teacher_CK, merged.logits.teacher * scale)
-    if teacher_CK is None:
-        teacher_CK = (batch.teacher or NO_SCORES).topk_logprobs_NK
-    assert teacher_CK is not None
-    return Support(ids_CK, student_CK, teacher_CK)
 
 
 def _against_teacher(

@@ -6,7 +6,8 @@ whole distributions are compared, the ids are merged in every model's logits (`m
 first id takes the logsumexp of all, the others take NEVER. Shapes and ids stay as they are. The
 gradient of that outcome is then spread over its ids by the student's softmax among them.
 
-C rows of a block, V columns of this rank's shard, J looked-up columns of a row, M models.
+C rows of a block, V columns of this rank's shard, J looked-up columns of a row, K columns of a
+support, M models.
 """
 
 from __future__ import annotations
@@ -91,9 +92,15 @@ class MergedStops:
     share_CJ: Tensor  # the student's probabilities of the ids within the outcome
     here: bool  # the outcome's column is in this rank's shard
 
-    def exact(self, ids_CK: Tensor, logits_CK: Tensor, outcome_C1: Tensor) -> Tensor:
-        """Logits at ids, with the outcome's logit in place of its rounded column."""
-        return torch.where(ids_CK == self.ids[0], outcome_C1, logits_CK)
+    def exact(self, ids_CK: Tensor, logits: ModelTensors, scale: float) -> ModelTensors:
+        """Divided logits [C, K] of each model at ids, with the outcome's logit in place of its
+        rounded column.
+        """
+        pairs = zip(logits, self.logits, strict=True)
+        return ModelTensors._make(
+            None if x is None or y is None else torch.where(ids_CK == self.ids[0], y * scale, x)
+            for x, y in pairs
+        )
 
     def remove_(self, logits: ModelTensors, head: Head) -> None:
         """Take the outcome out of the logits [C, V] of every model."""
@@ -200,4 +207,7 @@ def _write_columns_(
 def _require_stop_ids(ids: Sequence[int], vocab_size: int) -> None:
     outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
-        raise UserError(f"stop ids {outside} lie outside the common vocabulary of {vocab_size}")
+        raise UserError(
+            f"stop ids {outside} lie outside the common vocabulary of {vocab_size}: set "
+            "student.stop_token_ids and teacher.stop_token_ids to ids below it"
+        )

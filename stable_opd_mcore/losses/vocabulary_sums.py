@@ -5,8 +5,8 @@ CUDA). Each shard's sums are relative to its own maximum, so merging shards and 
 are one operation (`merge_shards`); one shard takes the same path. docs/method.md §2 has the
 algebra.
 
-C rows of a block, V columns of the local shard, J looked-up columns, K columns of a support, P
-pairs of models, R shards.
+C rows of a block, V columns of the local shard, J looked-up columns, S sums of a row, R shards, G
+golden rows of a block.
 """
 
 # torch types `split` and `tolist` only in part; the results in use are cast.

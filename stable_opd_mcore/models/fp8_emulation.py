@@ -8,7 +8,8 @@ CPU. It is slower than without FP8. Recipes, as Transformer Engine defines them:
     blockwise   e4m3 with powers of two as scales: weights in blocks of 128 x 128, inputs and
                 gradients in runs of 128 along the dimension that is summed over
 
-Shapes: T tokens, H inputs, O outputs of this rank's part of a matrix.
+Shapes: T tokens, H inputs, O outputs of this rank's part of a matrix; R rows and C columns of any
+operand.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
 
 A part is moved storage by storage: the bytes are copied to the host, and the storage is resized to
 zero bytes. Every tensor keeps its storage, so Megatron's views of one buffer (parameters, optimizer
-shards, gradients) stay views of it. Megatron's own `offload_grad_buffers` frees memory in the same
-way. On a CPU the same code runs: a storage of zero bytes counts as offloaded, so a test can count.
+shards, gradients) stay views of it. On a CPU the same code runs, so a test can count bytes.
 
 Not moved: workspaces of Transformer Engine and NCCL, and the CUDA context. No GPU has run this yet.
 """
@@ -27,17 +26,12 @@ from stable_opd_mcore.parallel.world import gather_objects
 
 @dataclass(frozen=True)
 class Part:
-    """Some of the trainer's tensors, which move together.
-
-    Args:
-        tensors: lists them at the time of the call; an optimizer creates its state late. A storage
-            that an earlier part lists belongs to that part.
-        content: `changes`: copied to the host at every move. `constant`: copied once. `scratch`:
-            never copied; zero after each move to the device.
-    """
+    """Some of the trainer's tensors, which move together."""
 
     name: str
+    # Lists them when called; a storage that an earlier part lists belongs to that part.
     tensors: Callable[[], Iterable[Tensor]]
+    # Copied to the host at every move, once, or never; scratch is zero after a move to the device
     content: Literal["changes", "constant", "scratch"] = "changes"
 
 
@@ -110,12 +104,8 @@ class DeviceMemory:
                     _bytes_of(moved.tensor).copy_(moved.host, non_blocking=True)
 
     def lend(self, give_back: Callable[[], None], *, keep: Sequence[str] = ()) -> None:
-        """Let this rank's servers use the device until the next `hold`. Collective.
-
-        Returns when every rank has moved its parts but `keep` to the host.
-
-        Args:
-            give_back: makes this rank's servers release the device.
+        """Let this rank's servers use the device until the next `hold`, whose `give_back` releases
+        it. Returns when every rank has moved all parts but `keep` to the host.
         """
         assert not self.is_lent, "the device is already lent"
         self.keep_only(*keep)

@@ -79,7 +79,7 @@ def score(
                 merged = merge_stops_(ModelTensors(logits_CV), merged_ids, scale, head)
             values_CK, ids_NK[rows] = head.top_k(logits_CV, ids_NK.shape[1])
             if merged is not None:
-                values_CK = merged.exact(ids_NK[rows], values_CK, merged.logits.student)
+                values_CK = merged.exact(ids_NK[rows], ModelTensors(values_CK), 1.0).student
             logprobs_NK[rows] = statistics.normaliser.log_softmax(values_CK * scale)
     return Scores(logprob_N, token_logprob_N, entropy_N, ids_NK, logprobs_NK)
 
