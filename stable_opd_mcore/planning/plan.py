@@ -6,28 +6,54 @@
 Needs each model's config.json, no weights and no GPU.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import shlex
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import combinations, product
+from typing import Any, Literal, get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.config.training import Offloadable
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.layout import refuse_layout, valid_layouts
-from stable_opd_mcore.planning.memory import PHASES, largest_micro_batch
-from stable_opd_mcore.planning.memory_savings import Choice, Prediction, choose
-from stable_opd_mcore.planning.planned_run import Work, planned_run
+from stable_opd_mcore.planning.memory import PHASES, MemoryPlan, largest_micro_batch, memory_plan
+from stable_opd_mcore.planning.planned_run import PlannedRun, Work, planned_run
+from stable_opd_mcore.planning.seconds import StepSeconds, step_seconds
+
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
-class Plan(Prediction):
+class Plan:
     """What a run needs and takes, and what would make it fit or faster."""
+
+    run: PlannedRun
+
+    @cached_property
+    def memory(self) -> MemoryPlan:
+        return memory_plan(self.run)
+
+    @cached_property
+    def seconds(self) -> StepSeconds:
+        return step_seconds(self.run)
+
+    @property
+    def recompute(self) -> Recompute:
+        return self.run.config.train.recompute
+
+    @property
+    def offload(self) -> tuple[Offloadable, ...]:
+        """The offloaded parts that the run has, in the schema's order."""
+        parts = offloadable(self.run)
+        return tuple(part for part in parts if part in self.run.config.offloaded)
 
     @cached_property
     def largest_micro_batch(self) -> int | None:
@@ -128,6 +154,68 @@ class Plan(Prediction):
                 f"assumed: {run.teacher_prompt_tokens} tokens of teacher.prompt on average"
             )
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen train.recompute and memory.offload, and the config's own."""
+
+    own: Plan
+    best: Plan  # the fastest that fits; the one that needs least if none fits
+
+    @property
+    def remedy(self) -> str:
+        """Settings to add to the command line, quoted for a shell; "" for none."""
+        changes = []
+        if self.best.recompute != self.own.recompute:
+            changes.append(f"train.recompute={self.best.recompute}")
+        if self.best.offload != self.own.offload:
+            changes.append(f"memory.offload=[{','.join(self.best.offload)}]")
+        return shlex.join(changes)
+
+    def line(self) -> str:
+        """The choice in one line."""
+        best, own = self.best, self.own
+        needed = f"{best.memory.peak_bytes / GIB:.1f} GiB"
+        if not best.memory.fits:
+            what = self.remedy or "this config"
+            return f"no train.recompute and memory.offload fit: {what} needs least, {needed}"
+        what = self.remedy or "this config's train.recompute and memory.offload"
+        took = f" instead of {own.seconds.total:.0f}" if own.memory.fits and self.remedy else ""
+        return f"fastest that fits: {what} (about {best.seconds.total:.0f}{took} s, {needed})"
+
+
+def choose(run: PlannedRun) -> Choice:
+    """The fastest combination that fits, of at most 48. Host memory is not counted.
+
+    Among equally fast ones it is the config's own, then the one that keeps the trainer least busy:
+    rollouts of the next step may hide the difference (rollout.max_staleness).
+    """
+    own, parts = Plan(run), offloadable(run)
+    subsets = [subset for n in range(len(parts) + 1) for subset in combinations(parts, n)]
+    others = (
+        run.changed(train={"recompute": recompute}, memory={"offload": offload})
+        for recompute, offload in product(get_args(Recompute), subsets)
+    )
+    every = [own, *map(Plan, others)]
+    fitting = [each for each in every if each.memory.fits]
+    if not fitting:
+        return Choice(own, min(every, key=lambda it: (it.memory.peak_bytes, it.seconds.total)))
+
+    def order(each: Plan) -> tuple[float, bool, float]:
+        return round(each.seconds.total, 6), each is not own, -each.seconds.rollout
+
+    return Choice(own, min(fitting, key=order))
+
+
+def offloadable(run: PlannedRun) -> tuple[Offloadable, ...]:
+    """The parts that `memory.offload` may name in this run."""
+    absent: set[Offloadable] = set()
+    if not run.config.is_colocated:
+        absent.add("student")
+    if not run.frozen:
+        absent.add("frozen")
+    return tuple(part for part in get_args(Offloadable) if part not in absent)
 
 
 def make_plan(

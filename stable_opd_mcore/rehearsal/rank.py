@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
-from numpy.typing import NDArray
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import Config
@@ -29,7 +29,7 @@ from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.planning.planned_run import PRIVILEGED_TOKENS
 from stable_opd_mcore.planning.topology import WEIGHT_BUCKET_BYTES
-from stable_opd_mcore.records import Prompt, Rollout, Sample, SampleFacts
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
 from stable_opd_mcore.rehearsal.fake_world import fake_world
 from stable_opd_mcore.rehearsal.host_waits import HostWaits
@@ -38,7 +38,6 @@ from stable_opd_mcore.rollout.sglang.sync import make_buckets
 from stable_opd_mcore.rollout.sglang.transports import Buffers
 from stable_opd_mcore.train import reference, run_models, setup, step, update
 from stable_opd_mcore.train.persistence.state import TrainState
-from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples import collecting, sharing
 
 
@@ -102,7 +101,7 @@ class _Inputs:
 
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """As PromptSet.select."""
-        response = self._response()
+        response = self.response()
         teacher = self.config.teacher
         has_own = teacher is not None and teacher.prompt is not None
         own = (0,) * (self.prompt_tokens + PRIVILEGED_TOKENS) if has_own else None
@@ -117,61 +116,41 @@ class _Inputs:
             for i in indices
         ]
 
-    def rollouts(
-        self, run: Run, prompts: Sequence[Prompt], step: int, *unused: Any
-    ) -> list[Rollout]:
-        """As train.samples.collecting.sample_rollouts: all responses are truncated at the limit."""
-        if not run.objective.needs_rollouts:
-            return []
-        response = np.array(self._response(), np.int32)
-        logprobs = np.zeros(len(response), np.float32)
-        return [
-            Rollout(prompt, i, response, logprobs, "length", step, reward=0.0)
-            for prompt in prompts
-            for i in range(self.config.rollout.samples_per_prompt)
-        ]
-
-    def collect(
-        self,
-        world: World,
-        samples: Sequence[Sample],
-        facts: SampleFacts,
-        trainer_B: NDArray[np.int64],
-    ) -> dict[int, Sample]:
-        """As train.samples.sharing.collect: this rank holds the samples of all ranks."""
-        mine = np.flatnonzero(trainer_B == world.batch_rank)
-        return {
-            place: samples[index]
-            for place, index in zip(mine.tolist(), facts.index_B[mine].tolist(), strict=True)
-        }
-
-    def _response(self) -> tuple[int, ...]:
+    def response(self) -> tuple[int, ...]:
         usable = max(1, self.vocab_size - len(self.stop_token_ids))
         return tuple(i % usable for i in range(self.config.sampling.max_new_tokens))
 
 
 class _Engine(RolloutEngine):
-    """Sends the weights to nobody."""
+    """Truncates all responses at the limit, and sends the weights to nobody."""
 
-    def __init__(self, config: Config, world: World, chunks: Sequence[Any]) -> None:
+    def __init__(self, inputs: _Inputs, world: World, chunks: Sequence[Any]) -> None:
         self.weight_version = 0
         self.published_bytes = 0
-        self._config, self._world, self._chunks = config, world, chunks
+        self._inputs, self._world, self._chunks = inputs, world, chunks
         self._buffers = Buffers()
 
-    def generate(self, *unused: Any, **also_unused: Any) -> list[Rollout]:
-        raise AssertionError("train.samples.collecting.sample_rollouts is replaced")
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
+    ) -> list[Rollout]:
+        response = np.array(self._inputs.response(), np.int32)
+        logprobs = np.zeros(len(response), np.float32)
+        return [
+            Rollout(prompt, i, response, logprobs, "length", step, reward=0.0)
+            for prompt in prompts
+            for i in range(sampling.num_samples)
+        ]
 
     def publish(self, weight_version: int) -> None:
         """Gather every tensor over this replica, and pack the buckets on the sending rank."""
         self.weight_version = weight_version
-        if not self._config.rollout.has_servers or self._world.data_rank > 0:
+        if not self._inputs.config.rollout.has_servers or self._world.data_rank > 0:
             return
         if self._world.rank > 0:
             for _ in iter_hf_tensors(self._chunks):
                 pass
             return
-        dtype = torch.bfloat16 if self._config.train.precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if self._inputs.config.train.precision == "bf16" else torch.float32
         buckets = make_buckets(self._chunks, dtype, WEIGHT_BUCKET_BYTES, self._buffers)
         self.published_bytes = sum(bucket.flat.numel() for bucket in buckets)
 
@@ -186,7 +165,7 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
         ),
         "load_prompts": lambda *unused: inputs,
         "load_held_out": lambda *unused: None,
-        "build_engine": lambda config, world, chunks, *unused: _Engine(config, world, chunks),
+        "build_engine": lambda _config, world, chunks, *unused: _Engine(inputs, world, chunks),
     }
     of_loss = {
         "shard_sums": lambda logits_CV, other_CV, *unused: torch_ops.ShardSums.zeros(
@@ -202,14 +181,18 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
         patch.multiple(torch_ops, **of_loss),
         patch.object(output_head, "MAX_CPU_BLOCK_ELEMENTS", 2**62),  # blocks as on a GPU
         patch.object(clip_grads, "l2_norm_impl", lambda *unused: (torch.ones(1), None)),
-        patch.object(collecting, "sample_rollouts", inputs.rollouts),
         patch.object(collecting, "own_share", lambda _world, items: items),  # all ranks'
         patch.object(sharing, "gather_objects", lambda item, _group: [item]),
-        patch.object(sharing, "collect", inputs.collect),
+        patch.object(sharing, "exchange_objects", _kept),
         patch.object(step, "reduce_row_metrics", _row_metrics),
         patch.object(update, "reduce_row_metrics", _row_metrics),
     ):
         yield
+
+
+def _kept(outgoing: Sequence[Any], group: dist.ProcessGroup) -> list[Any]:
+    """What comes from each rank of `group`, where this rank holds the samples of all."""
+    return [items if rank == group.rank() else [] for rank, items in enumerate(outgoing)]
 
 
 def _row_metrics(world: World, metrics: Metrics) -> Metrics:  # noqa: ARG001

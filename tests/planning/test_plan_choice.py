@@ -8,7 +8,6 @@ import pytest
 
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.planning.hardware import Cluster
-from stable_opd_mcore.planning.memory_savings import Prediction
 from stable_opd_mcore.planning.plan import Plan, make_plan
 from tests.planning.cases import CONFIGS, NODE, config_7b
 
@@ -44,9 +43,7 @@ def test_the_choice_fits_and_every_faster_combination_does_not(name, tmp_path):
     choice, needed = plan.choice, []
     subsets = chain.from_iterable(combinations(PARTS, n) for n in range(len(PARTS) + 1))
     for recompute, subset in product(("none", "selective", "full"), subsets):
-        other = Prediction(
-            plan.run.changed(train={"recompute": recompute}, memory={"offload": subset})
-        )
+        other = Plan(plan.run.changed(train={"recompute": recompute}, memory={"offload": subset}))
         needed.append(other.memory.peak_bytes)
         assert not other.memory.fits or other.seconds.total > choice.best.seconds.total - 1e-5
     assert choice.best.memory.fits == (min(needed) <= plan.run.device.usable_bytes)
