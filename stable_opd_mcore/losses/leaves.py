@@ -99,9 +99,9 @@ class Block:
         at_support = _look_up(logits._replace(reference=None), support_ids_CK, head)
         if merged is not None:
             merged.remove_(logits, head)
-        single, with_reference, with_teacher = _compared_sums(terms, logits, merged)
-        (single, with_reference, with_teacher, teacher), columns = merge_shards(
-            (single, with_reference, with_teacher, teacher), (*at_ids, *at_support), head
+        student_only, with_reference, with_teacher = _compared_sums(terms, logits, merged)
+        (student_only, with_reference, with_teacher, teacher), columns = merge_shards(
+            (student_only, with_reference, with_teacher, teacher), (*at_ids, *at_support), head
         )
         if scale != 1:
             columns = [x if x is None else x * scale for x in columns]
@@ -111,18 +111,12 @@ class Block:
             against_teacher = _against_teacher(with_teacher, terms, logits, merged, head)
         student = against_reference or against_teacher
         if student is None:
-            assert single is not None
-            student = Statistics(single)
+            assert student_only is not None
+            student = Statistics(student_only)
         support = None
         if support_ids_CK is not None:
             at_support = ModelTensors._make(columns[len(at_ids) :])
-            if merged is not None:
-                at_support = merged.exact(support_ids_CK, at_support, scale)
-            teacher_CK = at_support.teacher
-            if teacher_CK is None:
-                teacher_CK = (batch.teacher or NO_SCORES).topk_logprobs_NK
-            assert teacher_CK is not None
-            support = Support(support_ids_CK, at_support.student, teacher_CK)
+            support = _support(support_ids_CK, at_support, batch, merged, scale)
         return cls(
             terms=terms,
             batch=batch,
@@ -290,14 +284,14 @@ def _compared_sums(
         return found if merged is None else merged.add_to(found, other_C1, scale)
 
     outcomes = logits if merged is None else merged.logits
-    single = reference = teacher = None
+    student_only = reference = teacher = None
     if terms.reference == "exact":
         reference = sums(logits.reference, outcomes.reference)
     if terms.compares_teacher:
         teacher = sums(logits.teacher, outcomes.teacher)
     if reference is None and teacher is None:
-        single = sums(None, None)
-    return single, reference, teacher
+        student_only = sums(None, None)
+    return student_only, reference, teacher
 
 
 def _support_ids(terms: Terms, batch: MicroBatch, head: Head, student_CV: Tensor) -> Tensor | None:
@@ -306,6 +300,23 @@ def _support_ids(terms: Terms, batch: MicroBatch, head: Head, student_CV: Tensor
     if terms.divergence == "student_support":
         return head.top_k(student_CV, terms.settings.top_k)[1]
     return None
+
+
+def _support(
+    ids_CK: Tensor,
+    at_support: ModelTensors,
+    batch: MicroBatch,
+    merged: MergedStops | None,
+    scale: float,
+) -> Support:
+    """From the divided logits at the ids; the merged outcome gets its exact logit."""
+    if merged is not None:
+        at_support = merged.exact(ids_CK, at_support, scale)
+    teacher_CK = at_support.teacher
+    if teacher_CK is None:
+        teacher_CK = (batch.teacher or NO_SCORES).topk_logprobs_NK
+    assert teacher_CK is not None
+    return Support(ids_CK, at_support.student, teacher_CK)
 
 
 def _against_teacher(

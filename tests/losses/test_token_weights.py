@@ -168,9 +168,9 @@ def test_every_source_has_a_normaliser_of_its_own():
     objective = build_objective(make_config(**changes, data__train=sources), (1,), (1,))
     batch = [*BATCH, sample("c", 6), sample("c", 2), sample("c", 3, kind="golden")]
     facts = replace(facts_of(batch), source_B=np.array([0] * 5 + [1] * 3))  # none of the third
-    single = [weights(part, kl__beta=0.9, mixture__lambda=0.5) for part in (BATCH, batch[5:])]
+    by_source = [weights(part, kl__beta=0.9, mixture__lambda=0.5) for part in (BATCH, batch[5:])]
     found = objective.sample_weights(facts)
     for name in ("pg_B", "kl_B", "sft_B"):
-        expected = [*getattr(single[0], name) * 3 / 4, *getattr(single[1], name) / 4]
+        expected = [*getattr(by_source[0], name) * 3 / 4, *getattr(by_source[1], name) / 4]
         assert getattr(found, name).tolist() == pytest.approx(expected)
     assert found.advantage_B is None

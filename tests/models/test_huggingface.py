@@ -22,6 +22,7 @@ from stable_opd_mcore.models.huggingface import export_hf, load_hf
 from stable_opd_mcore.parallel.world import World
 from tests.models import tiny
 
+INDEX = "model.safetensors.index.json"
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -137,28 +138,33 @@ def test_weights_of_another_architecture_are_refused(checkpoint: Path, world: Wo
     _assert_refused(checkpoint, world, r"q_proj.bias is missing", model_type="qwen2")
 
 
-def test_truncated_file_is_refused(checkpoint: Path, world: World, tmp_path: Path) -> None:
-    directory = shutil.copytree(checkpoint, tmp_path / "copy")
-    damaged = sorted(directory.glob("*.safetensors"))[1]
-    damaged.write_bytes(damaged.read_bytes()[:-100])
-    _assert_refused(directory, world, f"{damaged.name}: not readable, probably truncated")
+def _without(file: Path, name: str) -> None:
+    save_file({key: value for key, value in load_file(file).items() if key != name}, file)
 
 
-def test_missing_tensors_and_files_are_refused(
-    checkpoint: Path, world: World, tmp_path: Path
+def _quantised(file: Path, name: str) -> None:
+    content = load_file(file)
+    save_file(content | {name: content[name].to(torch.int8)}, file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file, _: file.write_bytes(file.read_bytes()[:-100]), "{file}: not readable, prob"),
+        (_without, "{name} is not in this file"),
+        (_quantised, "{name} has dtype I8"),
+        (lambda file, _: file.unlink(), "{file}: no such file"),
+        (lambda file, _: (file.parent / INDEX).unlink(), "neither model.safetensors nor"),
+    ],
+)
+def test_damaged_directories_are_refused(
+    damage, message: str, checkpoint: Path, world: World, tmp_path: Path
 ) -> None:
     directory = shutil.copytree(checkpoint, tmp_path / "copy")
-    damaged = sorted(directory.glob("*.safetensors"))[1]
-    content = load_file(damaged)
-    name = min(content)
-    save_file({key: value for key, value in content.items() if key != name}, damaged)
-    _assert_refused(directory, world, f"{name} is not in this file")
-    damaged.unlink()
-    _assert_refused(directory, world, f"{damaged.name}: no such file")
-    (directory / "model.safetensors.index.json").write_text("{")
-    _assert_refused(directory, world, "not an index of safetensors")
-    (directory / "model.safetensors.index.json").unlink()
-    _assert_refused(directory, world, "neither model.safetensors nor")
+    file = sorted(directory.glob("*.safetensors"))[1]
+    name = min(load_file(file))
+    damage(file, name)
+    _assert_refused(directory, world, message.format(file=file.name, name=name))
 
 
 def test_failed_export_keeps_the_previous_directory(world: World, tmp_path: Path) -> None:
@@ -202,20 +208,11 @@ def test_a_weight_that_the_table_does_not_name_is_an_error(checkpoint: Path, wor
         load_hf(chunks, checkpoint)
 
 
-def test_quantized_weights_are_refused(checkpoint: Path, world: World, tmp_path: Path) -> None:
-    directory = shutil.copytree(checkpoint, tmp_path / "copy")
-    damaged = min(directory.glob("*.safetensors"))
-    content = load_file(damaged)
-    name = min(content)
-    save_file(content | {name: content[name].to(torch.int8)}, damaged)
-    _assert_refused(directory, world, f"{name} has dtype I8")
-
-
-@pytest.mark.parametrize("index", [b"[]", b'{"weight_map": 3}', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("index", [b"{", b"[]", b'{"weight_map": 3}', b"\xff", b"[" * 100_000])
 def test_unexpected_index_is_refused(
     index: bytes, checkpoint: Path, world: World, tmp_path: Path
 ) -> None:
-    (tmp_path / "model.safetensors.index.json").write_bytes(index)
+    (tmp_path / INDEX).write_bytes(index)
     _assert_refused(tmp_path, world, "index.json: not an index of safetensors")
 
 
