@@ -107,11 +107,8 @@ def embedded_engine(
     progress: Callable[[], None] = lambda: None,
     **ahead: Any,
 ) -> EmbeddedEngine:
-    """An engine that can sample responses to any prompt; evaluations use it too.
-
-    Args:
-        ahead: `max_staleness` and `partial` of an engine that samples ahead.
-    """
+    """An engine that can sample responses to any prompt; evaluations use it too. `ahead` is
+    `max_staleness` and `partial` of an engine that samples ahead."""
     size, decode = tokenizer.vocab_size, tokenizer.decode
     return EmbeddedEngine(chunks, world, decode, vocab_size=size, progress=progress, **ahead)
 

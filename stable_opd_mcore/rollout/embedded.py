@@ -106,7 +106,6 @@ class EmbeddedEngine(RolloutEngine):
         self._ahead[step, sampling] = self._continue(prompts, sampling, step, length)
 
     def drop_ahead(self) -> None:
-        """See `RolloutEngine.drop_ahead`."""
         self._ahead.clear()
 
     def _continue(
@@ -183,12 +182,8 @@ class EmbeddedEngine(RolloutEngine):
         positions: range,
         sampling: Sampling,
     ) -> tuple[Tensor, Tensor]:
-        """The decode loop: tokens and log-probabilities [R, L], undefined after a stop token.
-
-        Args:
-            prefixes: prompts with the response tokens before `positions`.
-            positions: of the L tokens in their responses.
-        """
+        """The decode loop: tokens and log-probabilities [R, L] at `positions` of the responses,
+        undefined after a stop token. `prefixes` are prompts with the response tokens before."""
         num_rows, num_tokens, device = len(keys_R), len(positions), self.world.device
         tokens_RL = torch.zeros(num_rows, num_tokens, dtype=torch.int64, device=device)
         logprobs_RL = torch.zeros(num_rows, num_tokens, device=device)
@@ -223,7 +218,6 @@ class EmbeddedEngine(RolloutEngine):
         return tokens_RL, logprobs_RL
 
     def _new_cache(self, lengths: list[int], max_new_tokens: int) -> KVCache:
-        """An empty cache for prompts of these lengths."""
         chunk = self._chunks[0]
         positions_P = torch.arange(max(lengths) + max_new_tokens, dtype=torch.float32)
         angles_PD = torch.outer(positions_P, rotary_frequencies(chunk.architecture))

@@ -34,10 +34,7 @@ class RolloutEngine:
         """`sampling.num_samples` rollouts per prompt, all of the first prompt first.
 
         With `sampling.scored` rollouts from servers have their `teacher_scores`, unless the teacher
-        is lost.
-
-        Raises:
-            UserError: a prompt that the model cannot take (see `check_prompts`).
+        is lost. `check_prompts` refuses prompts that the model cannot take.
         """
         raise NotImplementedError
 
@@ -79,11 +76,7 @@ class EngineLost(UserError):
 def check_prompts(
     prompts: Sequence[Prompt], sampling: Sampling, *, vocab_size: int, window: int
 ) -> None:
-    """Refuse prompts without tokens, ids outside the vocabulary, and lengths beyond the window.
-
-    Raises:
-        UserError: names the prompt, both numbers and the remedy.
-    """
+    """Refuse prompts without tokens, ids outside the vocabulary, and lengths beyond the window."""
     for prompt in prompts:
         ids = prompt.token_ids
         if not ids:

@@ -58,12 +58,8 @@ class KVCache:
     def attend(
         self, layer: int, queries_and_key: Tensor, value_TBGD: Tensor, scale: float | None
     ) -> Tensor:
-        """Rotate, store, and attend to everything stored; returns [T, B, G R D].
-
-        Args:
-            queries_and_key: [T, B, G, R + 1, D]; a group's key comes after its queries.
-            scale: None is 1/sqrt(D).
-        """
+        """Rotate, store, and attend to everything stored; returns [T, B, G R D]. `queries_and_key`
+        is [T, B, G, R + 1, D]: a group's key comes after its queries. `scale` None: 1/sqrt(D)."""
         T, B, G, heads, D = queries_and_key.shape
         R = heads - 1
         if layer not in self._layers:

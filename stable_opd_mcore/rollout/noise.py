@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def _signed(value: int) -> int:
-    """An unsigned 64-bit constant as int64, which torch needs."""
+    """An unsigned 64-bit value as int64, which torch needs."""
     return value - (1 << 64) if value >> 63 else value
 
 

@@ -18,15 +18,11 @@ from stable_opd_mcore.rollout.engine import RolloutEngine
 
 
 class ReplayEngine(RolloutEngine):
-    """A `RolloutEngine` over the files of a run that was stored with rollout.save=all.
-
-    Args:
-        run_directory: the stored run; its `rollouts/step_000012.jsonl` holds the rollouts of step
-            12, counted from 1.
-        num_steps: that this run takes.
+    """A `RolloutEngine` over the files of a run that was stored with rollout.save=all, in which
+    `rollouts/step_000012.jsonl` holds the rollouts of step 12, counted from 1.
 
     Raises:
-        UserError: the run has stored fewer steps.
+        UserError: the run has stored fewer than `num_steps` steps.
     """
 
     def __init__(self, run_directory: str | Path, num_steps: int = 1):
@@ -48,13 +44,11 @@ class ReplayEngine(RolloutEngine):
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
-        """The stored rollouts of `prompts` at step `step + 1`, the one after `step` steps.
-
-        They carry the caller's prompts (with golden solutions); the caller grades them again.
+        """The stored rollouts of the step after `step` steps, with the caller's prompts (and golden
+        solutions); the caller grades them again.
 
         Raises:
-            UserError: the step was not stored, or with other prompts, other prompt tokens or fewer
-                samples.
+            UserError: not stored, or with other prompts, other prompt tokens or fewer samples.
         """
         path = self._stored_path(step + 1)
         stored: dict[str, dict[int, Rollout]] = {}

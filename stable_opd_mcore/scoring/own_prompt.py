@@ -27,11 +27,7 @@ Pack = Callable[[Sequence[Sample]], list[MicroBatch]]  # puts them on this rank'
 
 
 class OwnPromptScorer(Scorer):
-    """A `Scorer` that gives `scorer` the teacher's prompts.
-
-    Args:
-        pack: the micro-batches of samples that `scorer` reads. Token weights are not read.
-    """
+    """A `Scorer` that gives `scorer` the teacher's prompts, in micro-batches of `pack`."""
 
     def __init__(self, scorer: Scorer, world: World, pack: Pack) -> None:
         self._scorer, self._world, self._pack = scorer, world, pack
@@ -85,9 +81,7 @@ class OwnPromptScorer(Scorer):
         destinations: Sequence[Tensor],
     ) -> list[Tensor]:
         """Values of the rows `origins`, one tensor a micro-batch, as those of `destinations`.
-
-        `values` is emptied, so that its tensors can be freed.
-        """
+        `values` is emptied, so that its tensors can be freed."""
         all_R = values[0].new_zeros(num_rows, *values[0].shape[1:])
         for rows, numbers in zip(values, origins, strict=True):
             all_R[numbers] = rows

@@ -35,8 +35,6 @@ def score(
     """Score targets under log-softmax(hidden @ weight.T / temperature). Collective over head.group.
 
     Args:
-        hidden_NH: last hidden states of the scored rows.
-        targets_N: int64 token ids.
         stop_ids: where the target is one of them, they are scored together, as one outcome.
         top_k: also return the K most probable tokens.
         merged_ids: stop ids that are one entry of the top-K list, under the first of them
@@ -44,15 +42,10 @@ def score(
         block_rows: rows whose logits exist at once.
 
     Raises:
-        ValueError: row counts differ.
         UserError: top_k exceeds the vocabulary.
     """
     count = targets_N.shape[0]
-    if hidden_NH.shape[0] != count:
-        raise ValueError(
-            f"{hidden_NH.shape[0]} hidden states for {count} targets, expected as many: select the "
-            "scored rows"
-        )
+    assert hidden_NH.shape[0] == count, "select the scored rows"
     dtype = accumulation_dtype(head.weight_VH)
     logprob_N, token_logprob_N, entropy_N = hidden_NH.new_empty(3, count, dtype=dtype)
     ids_NK = logprobs_NK = None
@@ -101,15 +94,8 @@ def overlap(
     teacher_ids_NK: Tensor,
     teacher_logprobs_NK: Tensor,
 ) -> Overlap:
-    """Compare two top-K lists of equal K; ids are unique within a row.
-
-    Raises:
-        ValueError: the lists differ in size.
-    """
-    if student_ids_NK.shape != teacher_ids_NK.shape:
-        raise ValueError(
-            f"top-k lists of shape {tuple(student_ids_NK.shape)} and {tuple(teacher_ids_NK.shape)}"
-        )
+    """Compare two top-K lists of equal K; ids are unique within a row."""
+    assert student_ids_NK.shape == teacher_ids_NK.shape
     same_NKK = student_ids_NK[:, :, None] == teacher_ids_NK[:, None, :]
     shared_NK = same_NKK.any(2)
     log_q = torch.where(same_NKK, teacher_logprobs_NK[:, None, :], -torch.inf).amax(2)

@@ -16,11 +16,7 @@ from stable_opd_mcore.errors import UserError
 
 
 def read_api_key(path: str | Path | None) -> str | None:
-    """The key in `path`, None without a path.
-
-    Raises:
-        UserError: no such file, or nothing in it.
-    """
+    """The key in `path`, None without a path. Raises UserError if no key is there."""
     if path is None:
         return None
     remedy = "give the file that `stable-opd serve` was given, or write the servers' key into it"

@@ -134,12 +134,8 @@ class SglangClient:
         """Send one request and return its JSON reply; a sentence is returned as str, "" as None.
 
         Args:
-            timeout_seconds: as for `submit`.
             attempts: how often the request is sent if it fails in a transient way; more than one
                 only for requests that may be repeated.
-
-        Raises:
-            ServerFailure, RefusedRequest: as for `submit`.
         """
         attempt = 0
         while True:

@@ -77,18 +77,11 @@ async def exchange(
     timeout_seconds: float,
     connecting: asyncio.Semaphore | None = None,
 ) -> tuple[int, bytearray]:
-    """Status and content of the reply.
+    """Status and content of the reply, or ServerFailure. `connecting` bounds how many connections
+    are opened at a time.
 
     SGLang closes idle connections after 5 s, and a request sent at that moment is lost, so none is
     kept. A machine that sends no packet for timeouts.SILENCE is unreachable, whatever the deadline.
-
-    Args:
-        timeout_seconds: for all of it.
-        connecting: bounds how many connections are opened at a time.
-
-    Raises:
-        ServerFailure: unreachable, too late, not HTTP, or longer than the request allows.
-        UserError: see `Request.body`; nothing is sent.
     """
     try:
         async with asyncio.timeout(timeout_seconds):

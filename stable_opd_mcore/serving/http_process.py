@@ -38,11 +38,8 @@ _log = logging.getLogger("stable_opd_mcore.serving")
 
 
 class HttpProcess:
-    """Hands requests over and sets their futures. Safe to use from many threads.
-
-    Raises:
-        UserError: from the first request, if the process cannot start.
-    """
+    """Hands requests over and sets their futures. Safe to use from many threads. The first request
+    raises UserError if the process cannot start."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.serving.channel import receive_message, send_message
 from stable_opd_mcore.serving.exchange import Server, ServerFailure, exchange
-from stable_opd_mcore.serving.replies import content_of, read_completion, read_scores
+from stable_opd_mcore.serving.replies import UNUSABLE, content_of, read_completion, read_scores
 from stable_opd_mcore.serving.requests import Call, Completion, Generation, Request, Scoring
 
 _MAX_CONNECTING = 128  # connections that are being opened
@@ -38,11 +38,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 def max_open_files() -> int:
-    """The files that this process may open, as many as its hard limit allows.
-
-    Raises:
-        UserError: fewer than _LEAST_FILES.
-    """
+    """The files that this process may open, as many as its hard limit allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     number = 2**20 if hard == resource.RLIM_INFINITY else hard
@@ -62,7 +58,7 @@ class Worker:
         self._channel = channel
         self._answers: queue.SimpleQueue[tuple[int | None, Any]] = queue.SimpleQueue()
         self._tasks: dict[int, asyncio.Task[Any]] = {}  # by number of the request
-        self._of_client: defaultdict[int, set[int]] = defaultdict(set)  # numbers
+        self._of_client: defaultdict[int, set[int]] = defaultdict(set)  # its requests' numbers
         self._closed: set[int] = set()  # clients
         self._connections = asyncio.Semaphore(num_files - _OTHER_FILES)
         self._connecting = asyncio.Semaphore(_MAX_CONNECTING)
@@ -166,7 +162,7 @@ class Worker:
                     return read_scores(content, request)
                 assert isinstance(request, Generation)
                 return self._with_text(read_completion(content, request), request)
-            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            except UNUSABLE as error:
                 detail = f"{type(error).__name__}: {error}"
                 raise ServerFailure(server.url, "garbage", detail, transient=True) from error
 

@@ -47,13 +47,8 @@ class UnsupportedRelease(ServerStartError):
 
 
 def check_release(release: str, where: str) -> None:
-    """Refuse a release of SGLang that is older than RELEASE; warn about a newer one.
-
-    The first three numbers count. A build from source may state 0.0.0, which counts as newer.
-
-    Raises:
-        UnsupportedRelease: older; the message names `where`.
-    """
+    """Refuse a release of SGLang that is older than RELEASE; warn about a newer one. Three numbers
+    count. A build from source may state 0.0.0, which counts as newer."""
     numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
     tested = ".".join(map(str, RELEASE))
     if numbers == (0, 0, 0) or numbers > RELEASE:
@@ -133,11 +128,7 @@ class SglangServer:
         return SglangClient(self.url, api_key=self.api_key)
 
     def start(self) -> None:
-        """Launch the process without waiting for it to answer.
-
-        Raises:
-            ServerStartError: the servers' interpreter does not exist.
-        """
+        """Launch the process without waiting for it to answer."""
         assert not self.is_running, "a running server is stopped before it is started again"
         if not os.access(self.options.python, os.X_OK):
             raise ServerStartError(
@@ -158,12 +149,8 @@ class SglangServer:
         atexit.register(self.stop)
 
     def wait_until_healthy(self, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Block until the server answers.
-
-        Raises:
-            ServerStartError: it ended, its time to start passed, or `give_up()` is true.
-                The server is then stopped.
-        """
+        """Block until the server answers. If it ended, its time to start passed, or `give_up()` is
+        true, stop it and raise ServerStartError."""
         with contextlib.closing(self.client()) as client:
             defect = await_answer(client, give_up, self._can_answer)
             if defect is None:
@@ -178,11 +165,8 @@ class SglangServer:
             raise ServerStartError(f"SGLang server {self.url} {defect}; {end}")
 
     def stop(self) -> None:
-        """End the process and its workers with SIGKILL. Does nothing if none runs.
-
-        A server holds nothing that must be saved. After SIGTERM, SGLang waits for five seconds or
-        for its responses, and then kills its processes itself.
-        """
+        """End the process and its workers with SIGKILL; a server holds nothing that must be saved.
+        Does nothing if none runs."""
         process, self._process = self._process, None
         if process is None:
             return

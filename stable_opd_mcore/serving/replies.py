@@ -19,6 +19,7 @@ from stable_opd_mcore.records import SequenceScores
 from stable_opd_mcore.serving.exchange import RefusedRequest, ServerFailure
 from stable_opd_mcore.serving.requests import Completion, Generation, Scoring
 
+UNUSABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # what a reply raises
 _ROUNDING = 1e-3  # a log-probability may exceed 0 by this much
 _RETRYABLE_STATUSES = (408, 429)  # request time-out, too many requests
 _PLAIN_TEXT = ("/flush_cache", "/abort_request", "/freeze_gc")  # routes that reply with a sentence
@@ -49,11 +50,7 @@ def content_of(url: str, path: str, status: int, content: bytes | bytearray) -> 
 
 
 def read_completion(response: Any, request: Generation) -> Completion:
-    """The response to a request, without its text.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError, OverflowError: it cannot be used.
-    """
+    """The response to a request, without its text. Raises UNUSABLE."""
     meta, sampling = response["meta_info"], request.sampling
     finish = meta["finish_reason"]["type"]
     ids = _ids(response["output_ids"])
@@ -77,11 +74,7 @@ def read_completion(response: Any, request: Generation) -> Completion:
 
 
 def _require_usable(ids: NDArray[np.int32], finish: Any, request: Generation) -> None:
-    """Refuse a response that does not fit the request.
-
-    Raises:
-        ValueError: says what is wrong.
-    """
+    """Refuse a response that does not fit the request."""
     longest, stops = request.sampling.max_new_tokens, request.sampling.stop_token_ids
     least = 0 if finish == "abort" else 1
     if not least <= len(ids) <= longest:
@@ -96,11 +89,7 @@ def _require_usable(ids: NDArray[np.int32], finish: Any, request: Generation) ->
 
 
 def read_scores(reply: Any, request: Scoring) -> SequenceScores:
-    """The scores that a request asked for.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError, OverflowError: they cannot be used.
-    """
+    """The scores that a request asked for. Raises UNUSABLE."""
     meta, sent = reply["meta_info"], np.asarray(request.token_ids, np.int32)[request.start :]
     logprobs, ids = _scored(meta["input_token_logprobs"][1:])
     last = request.vocab_size - 1  # SGLang reports the last id of its vocabulary as 0

@@ -39,11 +39,8 @@ class Request(Generic[Reply]):
         return _MAX_REPLY_BYTES
 
     def payload(self) -> Mapping[str, Any] | None:
-        """The body before it is encoded; None: no body.
-
-        Raises:
-            UserError: an id is outside the vocabulary, which would crash the server.
-        """
+        """The body before it is encoded, None without one. Raises UserError for an id outside the
+        vocabulary, which would crash the server."""
         raise NotImplementedError
 
     def body(self) -> bytes:
@@ -100,7 +97,6 @@ class Generation(Request[Completion]):
         return _MAX_REPLY_BYTES + _BYTES_PER_ENTRY * longest + routing_bytes * positions
 
     def payload(self) -> dict[str, Any]:
-        """See `Request.payload`."""
         _require_in_vocabulary(self.token_ids, self.vocab_size)
         padding = range(self.vocab_size, self.padded_vocab_size)
         return {
@@ -141,7 +137,6 @@ class Scoring(Request[SequenceScores]):
         return _MAX_REPLY_BYTES + _BYTES_PER_ENTRY * len(self.token_ids) * entries
 
     def payload(self) -> dict[str, Any]:
-        """See `Request.payload`."""
         assert self.start >= 1, "nothing predicts a sequence's first token"
         _require_in_vocabulary(self.token_ids, self.vocab_size)
         return {

@@ -139,8 +139,8 @@ class ServedTeacher:
 
         Args:
             prompt_id: its source selects the teacher.
-            prompt_ids: as the teacher reads the prompt.
-            step: finished steps before the one that trains on the response.
+            prompt_ids: the prompt as the teacher reads it.
+            step: the number of finished steps before the one that trains on the response.
         """
         source = prompt_id.rpartition(":")[0]
         route = _ANY if _ANY in self._clients else self.route_of.get(source, source)
@@ -172,14 +172,12 @@ class ServedTeacher:
             client.close()
 
     def self_test(self, token_ids: Sequence[int]) -> float:
-        """Score one sequence twice on every replica.
-
-        Returns:
-            The largest difference of a log-probability from the first reply of its route.
+        """Score one sequence twice on every replica; returns the largest difference of a
+        log-probability from the first reply of its route.
 
         Raises:
-            UserError: the difference exceeds the tolerance (the replicas differ, or their weights
-                change), or the teacher has probability beyond the common vocabulary.
+            UserError: the difference exceeds the tolerance, or the teacher has probability beyond
+                the common vocabulary.
             TeacherLost: a replica does not answer.
         """
         top_k = min(_SELF_TEST_TOP_K, self.vocab_size)

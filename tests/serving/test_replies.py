@@ -8,11 +8,10 @@ import pytest
 
 from stable_opd_mcore.records import Routing, Sampling
 from stable_opd_mcore.serving.exchange import RefusedRequest, ServerFailure
-from stable_opd_mcore.serving.replies import content_of, read_completion, read_scores
+from stable_opd_mcore.serving.replies import UNUSABLE, content_of, read_completion, read_scores
 from stable_opd_mcore.serving.requests import Generation, Scoring
 
 REQUEST = Generation((1, 2, 4), Sampling(max_new_tokens=3, stop_token_ids=(9,)), 10)
-UNUSABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 def response_of(finish: Any, *ids: Any, **meta: Any) -> dict[str, Any]:

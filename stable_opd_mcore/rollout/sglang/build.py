@@ -66,11 +66,9 @@ def build_sglang_engine(
 
     Args:
         tokenizer: tokenizer.json; None: rollouts have no text.
-        others: see `SglangEngine` and `Fleet`.
 
     Raises:
-        UserError: servers that do not fit this machine (`derive_topology`), or no key in
-            `api_key_file`.
+        UserError: see `derive_topology` and `read_api_key`.
     """
     folder = config.run.files.servers
     events = EventLog(folder / "events.jsonl")

@@ -93,11 +93,8 @@ class Dispatcher:
             self._send()
 
     def wait(self, prompts: Sequence[PromptRequests]) -> None:
-        """Return when all are done, or when nothing is in flight and no member is ready.
-
-        Raises:
-            RefusedRequest: a server refuses a request.
-        """
+        """Return when all are done, or when nothing is in flight and no member is ready. Raises
+        RefusedRequest if a server refuses a request."""
         missing = list(prompts)
 
         def are_done() -> bool:
@@ -118,11 +115,7 @@ class Dispatcher:
             self._is_paused = True
 
     def pause(self, *, abort: bool) -> None:
-        """Hold, and return when nothing is in flight.
-
-        Args:
-            abort: end what is in flight at once; else wait for it.
-        """
+        """Hold, and return when nothing is in flight; `abort` ends it at once."""
         self.hold()
         while True:
             busy = [m for m in self._fleet.members if m.in_flight and m.state == "ready"]

@@ -95,12 +95,8 @@ class SglangEngine(RolloutEngine):
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
-        """See `RolloutEngine.generate`.
-
-        Raises:
-            UserError: a prompt that the model cannot take; nothing was sent.
-            EngineLost: neither a server nor a restart is left.
-        """
+        """See `RolloutEngine.generate`. Raises EngineLost if neither a server nor a restart is
+        left."""
         self._check(prompts, sampling)
         self._raise_if_lost()
         if self.config.is_colocated:
@@ -131,11 +127,7 @@ class SglangEngine(RolloutEngine):
     def _start(
         self, prompts: Sequence[Prompt], sampling: Sampling, step: int, oldest: int
     ) -> list[PromptRequests]:
-        """Queue the requests, on leaders.
-
-        Args:
-            oldest: the first version of the weights from which tokens are accepted.
-        """
+        """Queue the requests, on leaders. Tokens of weights before version `oldest` are refused."""
         if not self._is_leader:
             return []
         accept, rows = self._accept(oldest), self._architecture.vocab_size
@@ -161,18 +153,14 @@ class SglangEngine(RolloutEngine):
     def _with_scores(
         self, requests: Sequence[PromptRequests], rollouts: Sequence[Rollout]
     ) -> list[Rollout]:
-        """Wait for the scores of the responses; some lack them if the teacher is lost."""
+        """The rollouts with their scores; some lack them if the teacher is lost."""
         assert self.teacher is not None
         replies = [each.scores[i] for each in requests for i in range(len(each.rollouts))]
         pairs = zip(rollouts, self.teacher.wait(replies), strict=True)
         return [replace(rollout, teacher_scores=scores) for rollout, scores in pairs]
 
     def _finish(self, requests: Sequence[PromptRequests]) -> None:
-        """Wait for the responses; give servers that came back the weights. Collective.
-
-        Raises:
-            EngineLost: as `generate`.
-        """
+        """Wait for the responses; give servers that came back the weights. Collective."""
         rounds = 0
         while True:
             self._dispatcher.wait(requests)
@@ -206,11 +194,8 @@ class SglangEngine(RolloutEngine):
 
     @contextmanager
     def _paused(self, *, abort: bool | None = None) -> Iterator[None]:
-        """No request of any rank is in flight within. Collective.
-
-        Args:
-            abort: end requests at once; None: see rollout.partial.
-        """
+        """No request of any rank is in flight within. Collective. `abort` ends requests at once;
+        None: as rollout.partial says."""
         self._dispatcher.hold()
         gather_objects(None)  # an abort also ends requests of other ranks that share the server
         self._dispatcher.pause(abort=self.config.rollout.partial if abort is None else abort)
@@ -247,10 +232,7 @@ class SglangEngine(RolloutEngine):
     # ---- weights
 
     def publish(self, weight_version: int) -> None:
-        """Send every server the student's current weights and verify them; see the file's head.
-
-        Does nothing for a version that is published already.
-        """
+        """See the file's head. Does nothing for a version that is published already."""
         if weight_version == self.weight_version:
             return
         self.weight_version = weight_version

@@ -100,10 +100,8 @@ class Fleet:
                     member.server.stop()
 
     def fail(self, member: Member, reason: str) -> None:
-        """Take a member out of use; kill and restart it if it is this run's and restarts are left.
-
-        Without restarts the fleet is lost.
-        """
+        """Take a member out of use; kill and restart it if it is this run's. Without a restart left
+        the fleet is lost."""
         with self._lock:
             if member.state in ("failed", "restarting") or self._stopped.is_set():
                 return  # another thread has reported the failure, or `stop` has ended the request

@@ -165,7 +165,7 @@ class DistributedTransport(Transport):
         if self._group is None:
             return  # the group broke at an earlier bucket
         body = description(bucket) | {"group_name": self._label, "load_format": "flattened_bucket"}
-        pending = self.post("/update_weights_from_distributed", lambda _: body)
+        pending = Pending(self, "/update_weights_from_distributed", lambda _: body)
         self._pending = pending
         group, is_over = self._group, self._until(pending)
         sent = call_aside(lambda: _broadcast(bucket.flat, group, is_over), is_over)
@@ -190,7 +190,9 @@ class DistributedTransport(Transport):
         """Dissolve the group on both sides."""
         if self._group is None:
             return
-        pending = self.post("/destroy_weights_update_group", lambda _: {"group_name": self._label})
+        pending = Pending(
+            self, "/destroy_weights_update_group", lambda _: {"group_name": self._label}
+        )
         self._destroy()
         pending.wait()
 
@@ -207,7 +209,8 @@ class DistributedTransport(Transport):
             offsets[target.name], world_size = world_size, world_size + target.tensor
         self._store = store = GroupStore(listener, world_size, self.timeout)
         host, port = store.address
-        pending = self.post(
+        pending = Pending(
+            self,
             "/init_weights_update_group",
             lambda target: {
                 "master_address": host,

@@ -137,12 +137,8 @@ class Publisher:
     def _apply(
         self, outcome: dict[str, str | None], version: int, resent: bool, spare_healthy: bool
     ) -> None:
-        """Update the fleet's members after sending.
-
-        Args:
-            spare_healthy: send a healthy server the weights again, because the fault may be another
-                server's or the network's; else restart it.
-        """
+        """Update the fleet's members after sending. `spare_healthy` sends a healthy server the
+        weights again, because the fault may be another server's or the network's."""
         events = self.fleet.events
         for member in self.fleet.members:
             if member.name not in outcome:

@@ -33,16 +33,8 @@ _END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM.
-
-    Args:
-        teacher: serve teacher.path instead of the student.
-        tell: prints a line.
-
-    Raises:
-        UserError: placement=external, an empty key file, no model to serve, servers that do not
-            divide this machine's GPUs or leave some idle, or a server that does not start or ends.
-    """
+    """Serve until SIGINT or SIGTERM: with `teacher` teacher.path instead of the student. `tell`
+    prints a line."""
     sglang = config.rollout.sglang
     if sglang.placement == "external":
         raise ConfigError(

@@ -69,8 +69,7 @@ class Buffers:
     def __init__(self) -> None:
         self.free()
 
-    def free(self) -> None:
-        """Let go of the memory. No bucket may be in flight."""
+    def free(self) -> None:  # while no bucket is in flight
         self._next, self._last = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
@@ -99,7 +98,7 @@ class Transport:
         return [target for target in self._targets if target.name not in self.failed]
 
     def open(self, targets: Sequence[Target], label: str) -> None:  # noqa: ARG002
-        """Prepare one publish; `label` is unique to it."""
+        """Prepare one push; `label` is unique to it."""
         self._targets, self.failed, self._pending = list(targets), {}, None
 
     def send(self, bucket: Bucket) -> None:
@@ -118,10 +117,6 @@ class Transport:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait(self._grace_seconds)
-
-    def post(self, path: str, body: Callable[[Target], dict[str, Any]]) -> Pending:
-        """Send a POST to every target that is alive; `Pending.wait` records failures."""
-        return Pending(self, path, body)
 
     def fail(self, target: Target, reason: str) -> None:
         self.failed.setdefault(target.name, reason)
@@ -159,12 +154,8 @@ class Pending:
         return any(reply.done() and self._failure(reply) for _, reply in self._replies)
 
     def wait(self, grace_seconds: float | None = None) -> None:
-        """Wait for all replies and record failures.
-
-        Args:
-            grace_seconds: how long to wait for the others after a first failure; then their
-                requests are dropped. None: without limit.
-        """
+        """Wait for all replies and record failures. After a first failure wait `grace_seconds` for
+        the others, then drop their requests; None: without limit."""
         replies = {reply for _, reply in self._replies}
         while replies and not self.has_failed():
             _, replies = wait(replies, return_when=FIRST_COMPLETED)
@@ -200,13 +191,10 @@ def description(bucket: Bucket) -> dict[str, Any]:
 class TensorTransport(Transport):
     """Send a handle of the memory: CUDA IPC between processes on one GPU, shared memory on a CPU.
 
-    All ranks of a replica hold each bucket. Every tensor rank of a server reads it from the trainer
-    rank on its own GPU, so that no server needs a context on another GPU.
-
-    Args:
-        group: the replica's ranks, whose first rank sends; None: only this rank.
-        sources: server name -> for each of its tensor ranks the rank in `group` that it reads from.
-            Servers that are not named read from the sender.
+    All ranks of a replica, `group`, hold each bucket; the first one sends. Every tensor rank of a
+    server reads it from the trainer rank on its own GPU, so that no server needs a context on
+    another GPU: `sources` has, by server name, a rank of `group` for each tensor rank. Servers that
+    are not named read from the sender.
     """
 
     def __init__(
@@ -221,8 +209,7 @@ class TensorTransport(Transport):
         self._sources = sources or {}
         self.is_sender = self._rank == 0
 
-    def send(self, bucket: Bucket) -> None:
-        """As `Transport.send`; collective over `group`."""
+    def send(self, bucket: Bucket) -> None:  # collective over `group`
         self._settle()  # servers copy a bucket before they reply
         if self._group is not None:
             self.failed = broadcast_object(self.failed, self._group)
@@ -230,7 +217,8 @@ class TensorTransport(Transport):
         handles = [own] if self._group is None else gather_objects(own, self._group)
         if not self.is_sender:
             return
-        self._pending = self.post(
+        self._pending = Pending(
+            self,
             "/update_weights_from_tensor",
             lambda target: {
                 "serialized_named_tensors": [
@@ -256,11 +244,8 @@ class TensorTransport(Transport):
 
 
 def handle_of(bucket: Bucket) -> str:
-    """The bucket in SGLang's format "flattened_bucket", pickled for one process.
-
-    The buffer is shared once, not for every tensor in it: torch wraps a storage in one more layer
-    each time that it is shared.
-    """
+    """The bucket in SGLang's format "flattened_bucket", pickled for one process. The buffer is
+    shared once: torch wraps a storage in one more layer each time that it is shared."""
     pickled = io.BytesIO()
     pickler = ForkingPickler(pickled)
     if bucket.flat.is_cuda:
@@ -359,7 +344,7 @@ class DiskTransport(Transport):
             "flush_cache": False,
             "weight_version": INCOMPLETE,
         }
-        self.post("/update_weights_from_disk", lambda _: body).wait()
+        Pending(self, "/update_weights_from_disk", lambda _: body).wait()
 
     def clean_up(self) -> None:
         # Not in close: a server's first tensor rank answers for all, others may still read.

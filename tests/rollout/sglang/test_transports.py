@@ -18,6 +18,7 @@ from stable_opd_mcore.rollout.sglang.transports import (
     GROUP_LOST,
     Bucket,
     DiskTransport,
+    Pending,
     Target,
     Transport,
     handle_of,
@@ -26,7 +27,6 @@ from stable_opd_mcore.serving.client import SglangClient
 from tests.rollout.weight_receiver import read_handle
 from tests.serving.http_server import Request, http_server
 
-CPU = torch.device("cpu")
 DONE = 200, b'{"success": true}'
 
 
@@ -62,7 +62,7 @@ def test_a_server_that_fails_is_recorded_and_sent_nothing_more():
     with http_server(accept) as a, http_server(refuse) as b, http_server(reject) as c:
         transport = opened(a, b, c)
         for _ in range(2):
-            transport.post("/update", lambda _: {}).wait()
+            Pending(transport, "/update", lambda _: {}).wait()
     assert (len(loads), len(refused), len(invalid)) == (2, 1, 1)
     assert [target.name for target in transport.alive] == ["server_0"]
     assert transport.failed.keys() == {"server_1", "server_2"}
@@ -87,7 +87,7 @@ def test_after_a_failure_other_servers_are_waited_for_no_longer_than_the_grace(g
 
     with http_server(refuse) as fails, http_server(reply_late) as hangs:
         transport = opened(fails, hangs)
-        pending = transport.post("/update", lambda _: {})
+        pending = Pending(transport, "/update", lambda _: {})
         pending.wait(grace_seconds)
         assert pending.has_failed()
         released.set()
