@@ -9,8 +9,11 @@ A name's suffix is its shape:
     S  sequences of the micro-batch, the padding at its end included
     N  response tokens that the micro-batch scores, one row each (N <= T)
     K  entries of a top-K list
-    L  layers of the student
-    C  experts that a router chooses for a token
+    E  token ids that are looked up at every token
+    G  rows of golden solutions
+    L  tokens of one response or of one sequence
+    Y  layers of the student
+    X  experts that a router chooses for a token
     H  hidden size of the model that the field belongs to
     B  samples of a step, of a minibatch, or of this rank
 Log-probabilities and entropies are in nats, over the common vocabulary.
@@ -186,10 +189,10 @@ class Rollout(_WithArrays):
     text: str = ""  # decoded response, without the stop token
     reward: float | None = None  # in [0, 1]: 1 right, 0 wrong; None: not graded
     grading_failure: GradingFailure | None = None  # why grading ended without a verdict
-    # int16 [prompt and response tokens - 1, L, C]: the experts that the engine chose for each
+    # int16 [prompt and response tokens - 1, Y, X]: the experts that the engine chose for each
     # token but the last; None without rollout.routing_replay
     routed_experts: NDArray[np.int16] | None = None
-    # in order, L tokens together; not given: all of weight_version
+    # L tokens together, in order; not given: all have weight_version
     segments: tuple[Segment, ...] = ()
     teacher_scores: SequenceScores | None = None  # of the L tokens; None: no server has scored them
 
@@ -230,8 +233,8 @@ class Sample(_WithArrays):
 
     @property
     def is_scored(self) -> bool:
-        """Whether the loss reads scores of other models. Of golden solutions it reads the
-        student's likelihood alone, except of off-policy ones.
+        """Whether the loss reads scores of other models. For golden solutions it reads only the
+        student's likelihood, except for off-policy ones.
         """
         return self.kind == "rollout" or self.off_policy
 
@@ -345,10 +348,10 @@ class MicroBatch:
     golden_rows_G: Tensor  # [G] int64, where golden_N is True; on the host
     is_scored: bool = True  # False: all samples are golden solutions that no other model scores
     given_advantage_N: Tensor | None = None  # [N] fp32, of grpo; None: computed from scores
-    # [T, L, C] int16, the experts that the rollout engine chose; -1 where it chose none
-    routed_experts_TLC: Tensor | None = None
-    # Of the behaviour policy; both are None where it is the current student. A policy known by its
-    # rollouts alone (rollout.max_staleness) has only token_logprobs.
+    # [T, Y, X] int16, the experts that the rollout engine chose; -1 where it chose none
+    routed_experts_TYX: Tensor | None = None
+    # Behaviour policy's log-probabilities; both are None if it is the current student. A policy
+    # known only by its rollouts (rollout.max_staleness) has only token_logprobs.
     old_logprob_N: Tensor | None = None  # [N] fp32, nats, of the stop class as in Scores
     old_token_logprob_N: Tensor | None = None  # [N] fp32, nats, of the token itself
     # A served teacher's scores as they arrived (SequenceScores); None without one, and where

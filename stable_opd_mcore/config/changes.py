@@ -2,8 +2,6 @@
 
 `changes` compares a stored config.resolved.yaml with a new config. Settings that cannot change what
 is trained (FREE) are left out.
-
-Not here: what happens when there is a difference (checks/output_directory.py).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """The two configs of a run with a cold start: the supervised run, and the run that starts from it.
 
-Loads without torch. Not here: running them (train/loop.py).
+Loads without torch.
 """
 
 from stable_opd_mcore.config.schema import Config

@@ -1,7 +1,5 @@
 """Settings of the data: where prompts come from, how they are rendered, and what a response to
 them is worth. Loads without torch.
-
-Not here: how many prompts a step takes (rollouts.py).
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -70,8 +68,8 @@ class TrainSource(SourceConfig):
     teacher: str | None = None
     """A key of `teacher.routes`, whose teacher scores its rows; `null`: its name."""
     reward: RewardConfig | None = None
-    """Of its rows, in place of the run's `reward` as a whole: without a `function` here, the rows'
-    answers count. `null`: the run's `reward`."""
+    """Reward of its rows, in place of the whole of the run's `reward`: without a `function` here,
+    the rows' answers count. `null`: the run's `reward`."""
 
 
 def _kind(value: object) -> str:

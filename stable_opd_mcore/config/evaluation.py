@@ -1,7 +1,4 @@
-"""Settings of evaluation and monitoring. Loads without torch.
-
-Not here: the held-out problems themselves (data.py, `data.eval`).
-"""
+"""Settings of evaluation and monitoring. Loads without torch."""
 
 from typing import Any
 
@@ -28,7 +25,7 @@ class EvaluationConfig(Section):
     """Directory with <name>.jsonl or <name>.parquet of the benchmarks; `null`: the hub or its local
     cache."""
     temperature: float = Field(default=0.6, ge=0)
-    """Of held-out responses; 0: greedy."""
+    """Temperature of held-out responses; 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling of held-out responses."""
     chat_template_kwargs: dict[str, Any] | None = None

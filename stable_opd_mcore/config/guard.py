@@ -1,7 +1,4 @@
-"""Settings of the collapse guard. Loads without torch.
-
-Not here: what a symptom is (monitoring/onset.py), what is done about it (train/oversight/guard.py).
-"""
+"""Settings of the collapse guard. Loads without torch."""
 
 from typing import Literal
 

@@ -1,7 +1,4 @@
-"""Settings of the models: student, teacher, reference, tokenizer. Loads without torch.
-
-Not here: how a model is cut over ranks (training.py, ParallelConfig).
-"""
+"""Settings of the models: student, teacher, reference, tokenizer. Loads without torch."""
 
 from typing import Any, Literal, Self
 

@@ -1,7 +1,4 @@
-"""Settings of the rollouts: sampling, the engine, SGLang servers. Loads without torch.
-
-Not here: a served teacher (models.py).
-"""
+"""Settings of the rollouts: sampling, the engine, SGLang servers. Loads without torch."""
 
 from typing import Literal, Self
 
@@ -16,7 +13,8 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Of the rollouts and of every log-probability that the loss compares; at least 0.001. Golden
+    """Temperature of the rollouts and of every log-probability that the loss compares; at least
+    0.001. Golden
     solutions are trained at temperature 1, whatever this is."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Probability kept by nucleus sampling. Log-probabilities use the full softmax at any value."""

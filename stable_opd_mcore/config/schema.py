@@ -261,7 +261,7 @@ class Config(Section):
 
     @property
     def largest_lambda(self) -> float:
-        """The largest weight that golden solutions may have in the run, beside `sft`."""
+        """The largest weight that golden solutions may have in the run, `sft` aside."""
         return max(self.mixture.lambda_, self.guard.max_lambda if self.guard.acts else 0.0)
 
     @property
@@ -322,7 +322,7 @@ class Config(Section):
         if served and self.sampling.temperature != 1:
             raise ValueError(
                 f"sampling.temperature={self.sampling.temperature} with teacher.engine=sglang: a "
-                "server scores prompts at temperature 1 alone, so its log-probabilities would not "
+                "server scores prompts only at temperature 1, so its log-probabilities would not "
                 "compare with the student's; set sampling.temperature=1 or teacher.engine=megatron"
             )
         if served and self.fp8.teacher:

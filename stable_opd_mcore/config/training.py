@@ -1,7 +1,4 @@
-"""Settings of the training: layout, optimizer, steps, checkpoints, faults. Loads without torch.
-
-Not here: what the loss is (schema.py).
-"""
+"""Settings of the training: layout, optimizer, steps, checkpoints, faults. Loads without torch."""
 
 from dataclasses import dataclass
 from typing import Literal, Self

@@ -200,7 +200,7 @@ def _build(
         arrays |= _served_scores([sample.teacher_scores for sample in chosen])
     if routing is not None:
         shape = (len(tokens_T), *routing)
-        arrays["routed_experts_TLC"] = _routed_experts(chosen, starts_S, shape)
+        arrays["routed_experts_TYX"] = _routed_experts(chosen, starts_S, shape)
     token_index_N = _counters(responses_S)
     arrays |= {
         "tokens_T": tokens_T,
@@ -274,11 +274,11 @@ def _routed_experts(
     chosen: Sequence[Sample], starts_S: NDArray[np.int64], shape: tuple[int, int, int]
 ) -> NDArray[np.int16]:
     """The engine's choices at the places of `chosen`, -1 elsewhere."""
-    experts_TLC = np.full(shape, -1, dtype=np.int16)
+    experts_TYX = np.full(shape, -1, dtype=np.int16)
     for start, sample in zip(starts_S.tolist(), chosen, strict=True):
         if sample.routed_experts is not None:
-            experts_TLC[start : start + len(sample.routed_experts)] = sample.routed_experts
-    return experts_TLC
+            experts_TYX[start : start + len(sample.routed_experts)] = sample.routed_experts
+    return experts_TYX
 
 
 def _up_to(multiple: int, lengths: Any) -> Any:

@@ -1,7 +1,7 @@
 """Samples from rollouts and golden solutions, with the token masks of the objective.
 
-The mixture (docs/method.md §2) trains on one golden solution for each prompt of the batch beside
-its rollouts. Not here: the weights of tokens, which the objective computes from samples.
+The mixture (docs/method.md §2) trains on one golden solution for each prompt of the batch, in
+addition to its rollouts.
 """
 
 import math

@@ -6,13 +6,13 @@
     metrics = routers.take()            # after the backward pass, on every rank together
 
 Counted are the trained positions, tokens whose successor is a response token, so every layout gives
-the same numbers (docs/method.md §5). A micro-batch with `routed_experts_TLC` replays the rollout
+the same numbers (docs/method.md §5). A micro-batch with `routed_experts_TYX` replays the rollout
 engine's choices: a router that sums in another order may choose another expert where two logits are
 close. Probabilities and gradients are the trainer's own (docs/experts.md).
 
 A dense model has no routers: nothing is computed or communicated.
 
-L layers, E experts, C chosen experts of a token, T this rank's tokens of a micro-batch.
+Y layers, E experts, X chosen experts of a token, T this rank's tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Routers:
         self._chunk, self._experts = unwrap(chunks[0]), architecture.experts
         shape = (architecture.num_layers, self._experts.number if self._experts else 0)
         # All layers; those of other ranks stay 0.
-        self.counts_LE = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.counts_YE = torch.zeros(shape, dtype=torch.int64, device=device)
         self._routers = [
             _Router(module, self)
             for chunk in chunks
@@ -62,19 +62,19 @@ class Routers:
         if not self._routers:
             yield
             return
-        chosen_TLC = batch.routed_experts_TLC
+        chosen_TYX = batch.routed_experts_TYX
         positions_T = torch.zeros_like(batch.tokens_T, dtype=torch.bool)
         positions_T[batch.rows_N] = True
         if self._chunk.config.sequence_parallel:
             group = self._chunk.pg_collection.tp
             positions_T = positions_T.chunk(group.size())[group.rank()]
-            if chosen_TLC is not None:
-                chosen_TLC = chosen_TLC.chunk(group.size())[group.rank()]
+            if chosen_TYX is not None:
+                chosen_TYX = chosen_TYX.chunk(group.size())[group.rank()]
         for router in self._routers:
             router.begin(
                 _MicroBatchChoices(
                     positions_T=positions_T if counts else None,
-                    chosen_TC=None if chosen_TLC is None else chosen_TLC[:, router.layer].long(),
+                    chosen_TX=None if chosen_TYX is None else chosen_TYX[:, router.layer].long(),
                     trains=trains,
                 )
             )
@@ -91,17 +91,17 @@ class Routers:
         """
         if self._experts is None:
             return Metrics()
-        counts_LE = self.counts_LE.clone()
-        dist.all_reduce(counts_LE)
-        self.counts_LE.zero_()
-        return load_metrics(counts_LE)
+        counts_YE = self.counts_YE.clone()
+        dist.all_reduce(counts_YE)
+        self.counts_YE.zero_()
+        return load_metrics(counts_YE)
 
 
 class _MicroBatchChoices(NamedTuple):
     """What a router does with a micro-batch."""
 
     positions_T: Tensor | None  # bool: which tokens are loss rows; None: nothing is counted
-    chosen_TC: Tensor | None  # replayed choices, -1 for the router's own; None: all are its own
+    chosen_TX: Tensor | None  # replayed choices, -1 for the router's own; None: all are its own
     trains: bool
 
 
@@ -147,10 +147,10 @@ class _Router:
     ) -> tuple[Tensor, Tensor]:
         """Scores and indices of the chosen experts, both [T, topk]; Megatron's signature."""
         own: Any = choose(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
-        if self._now is None or self._now.chosen_TC is None:
+        if self._now is None or self._now.chosen_TX is None:
             return own
-        indices_TC = torch.where(self._now.chosen_TC >= 0, self._now.chosen_TC, own[1])
-        return scores_TE.gather(1, indices_TC), indices_TC
+        indices_TX = torch.where(self._now.chosen_TX >= 0, self._now.chosen_TX, own[1])
+        return scores_TE.gather(1, indices_TX), indices_TX
 
     def _after(self, _router: Module, _inputs: object, routed: tuple[Tensor, Tensor]) -> None:
         now, is_first_run = self._now, self._value is not None
@@ -158,16 +158,16 @@ class _Router:
             return
         _, chosen_TE = routed  # probabilities and bool
         counted_TE = chosen_TE & now.positions_T[:, None]
-        self._routers.counts_LE[self.layer] += counted_TE.sum(dim=0)
+        self._routers.counts_YE[self.layer] += counted_TE.sum(dim=0)
 
 
-def load_metrics(counts_LE: Tensor) -> Metrics:
-    """The metrics of the choices of E experts in L layers (docs/method.md §5); None values where
+def load_metrics(counts_YE: Tensor) -> Metrics:
+    """The metrics of the choices of E experts in Y layers (docs/method.md §5); None values where
     nothing was counted.
     """
-    num_layers, num_experts = counts_LE.shape
-    mean_L = counts_LE.sum(dim=1).clamp(min=1) / num_experts
-    sums = ((counts_LE.amax(dim=1) / mean_L).sum(), (counts_LE == 0).sum(), counts_LE.sum())
+    num_layers, num_experts = counts_YE.shape
+    mean_Y = counts_YE.sum(dim=1).clamp(min=1) / num_experts
+    sums = ((counts_YE.amax(dim=1) / mean_Y).sum(), (counts_YE == 0).sum(), counts_YE.sum())
     largest, unused, counted = torch.stack([x.double() for x in sums]).tolist()  # one wait
     if not counted:
         num_layers = unused = 0

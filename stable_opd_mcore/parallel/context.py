@@ -48,8 +48,8 @@ def slice_microbatch(batch: MicroBatch, rank: int, size: int) -> MicroBatch:
     of_rows = {name: values[mine_N] for name, values in fields_of_rows(batch).items()}
     of_rows["rows_N"] = place_N[mine_N]
     of_rows["golden_rows_G"] = of_rows["golden_N"].nonzero()[:, 0]
-    if batch.routed_experts_TLC is not None:
-        of_rows["routed_experts_TLC"] = batch.routed_experts_TLC[indices]
+    if batch.routed_experts_TYX is not None:
+        of_rows["routed_experts_TYX"] = batch.routed_experts_TYX[indices]
     return replace(
         batch,
         tokens_T=batch.tokens_T[indices],

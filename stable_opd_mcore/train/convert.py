@@ -2,8 +2,7 @@
 
 In bf16 where all weights are, else in fp32, which also holds fp16 exactly.
 
-Runs on one process, or on a grid of ranks for models that one cannot hold. Not here: the table of
-names (models/tensors.py) or reading and writing (models/).
+Runs on one process, or on a grid of ranks for models that one cannot hold.
 """
 
 from functools import partial
@@ -44,7 +43,7 @@ def convert(
         )
     architecture = read_architecture(source)
     dtype = architecture.source.get("dtype") or architecture.source.get("torch_dtype")
-    # Of Hugging Face's form the files count: config.json may name another type than they have.
+    # The files count in Hugging Face's form: config.json may name another type than they have.
     dtypes = {dtype} if is_megatron(source) else stored_dtypes(source)
     precision = "bf16" if dtypes <= {"bfloat16", "BF16"} else "fp32"
     world = start_world(ParallelConfig(tensor=tensor, pipeline=pipeline), seed=0)

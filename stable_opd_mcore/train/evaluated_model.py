@@ -5,7 +5,6 @@
 
 A target is a config, a run's directory, a Hugging Face directory or a Megatron checkpoint. A model
 or checkpoint inside a run's directory has that run's settings, so all three give the same numbers.
-Not here: the evaluation (evaluation.py).
 """
 
 import json
@@ -48,7 +47,7 @@ def evaluation_config(
 
     Args:
         settings: a config for a target that is a model; None: that of its run, else the paper's.
-        overrides: as of `load_config`. If they name `data.eval` and no benchmarks, that alone is
+        overrides: see `load_config`. If they name `data.eval` and no benchmarks, only that is
             evaluated.
 
     Raises:

@@ -72,7 +72,7 @@ def evaluate_student(run: Run, state: TrainState) -> Metrics:
     """`eval/*` metrics of the current weights, and `eval_greedy/*` with evaluation.also_greedy.
 
     The run's own engine samples. The embedded engine's noise is the same at every step, so two of
-    its evaluations differ by the weights alone.
+    its evaluations differ only by the weights.
     """
     assert run.held_out is not None
     config = run.config
@@ -108,13 +108,13 @@ def evaluate_config(
 
     The model is `evaluation.model`, or the trained one of the config's run. Writes every response
     (`responses/<name>/`) and the numbers (`results.json`, `.md`) to the evaluation's
-    directory, and prints the table of results on rank 0. Started again after a kill, it goes on
+    directory, and prints the table of results on rank 0. Started again after a kill, it continues
     after the last stored part, and the files are the same.
 
     Args:
         limit: evaluate the first problems of each set only; the directory's name says so.
         beside: directories of other evaluations; a table of their results and these is printed,
-            with means over the runs that differ in their seed alone.
+            with means over the runs that differ only in their seed.
 
     Returns:
         The evaluation's directory, `<run>/evaluation/<name>`.
@@ -255,7 +255,7 @@ def _sample(
             shown.update(task, completed=min(total, (number + 1) * each))
             if reason := stop.requested_on_any_rank():
                 if world.rank == 0:
-                    print(f"stopped in {name}; the same command goes on there", file=sys.stderr)
+                    print(f"stopped in {name}; the same command continues there", file=sys.stderr)
                 raise Stopped(0, reason, None)
 
 

@@ -1,6 +1,6 @@
 """The learning-rate schedule: a pure function of the training step.
 
-A resumed run needs no scheduler state. Not here: the optimizer (student.py).
+A resumed run needs no scheduler state.
 """
 
 import math

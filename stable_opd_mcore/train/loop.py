@@ -3,9 +3,6 @@
 Order within a step, because a process may be killed anywhere: update, evaluate, write the rollouts,
 write the metrics row, roll back if the guard says so, save the checkpoint. A resumed run drops the
 rows after its checkpoint and writes them again, identical.
-
-Not here: what a step computes (step.py), how a run's parts are built (setup.py), the run
-directory's lock and configs (host/run_lock.py, train/persistence/run_directory.py).
 """
 
 import json
@@ -53,7 +50,7 @@ from stable_opd_mcore.train.persistence.checkpoint import (
     newest_checkpoint,
     restore_replaced,
 )
-from stable_opd_mcore.train.persistence.rollout_writer import RolloutWriter
+from stable_opd_mcore.train.persistence.rollout_writer import write_step
 from stable_opd_mcore.train.persistence.run_directory import keep_resolved, on_first_rank
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
@@ -225,7 +222,6 @@ def _train_steps(
         CollapsedError: the guard stopped the run, now or before it was resumed.
     """
     config = run.config
-    writer = RolloutWriter(config.run.path, run.world, config.rollout.save)
     refuse_collapsed(run, state, _report)
     state = roll_back(run, state)
     while state.step < config.train.steps:
@@ -242,7 +238,7 @@ def _train_steps(
                 metrics = metrics | evaluate_student(run, state)
             except EngineLost as error:
                 failed = error
-        writer.write(state.step, result.rollouts)
+        write_step(config, run.world, state.step, result.rollouts)
         if sinks is not None:
             write_token_values(config.run.path, state.step, result.token_values, run.tokenizer)
             sinks.write(state.step, metrics)

@@ -2,8 +2,7 @@
 
 With `kl.target` or `mixture.target` the weight moves after each step so that its metric stays near
 the target (docs/method.md §10). All of it is pure functions; the adapted values are part of the
-checkpoint. Not here: what the guard decides (train/oversight/guard.py), how a step uses the values
-(step.py).
+checkpoint.
 """
 
 from collections.abc import Mapping

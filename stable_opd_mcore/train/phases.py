@@ -1,8 +1,7 @@
 """What each phase of a step needs on the device: `memory.offload` moves the rest to the host.
 
 A step is rollout, score, update, publish; between steps come evaluation and checkpoints. Colocated
-servers take the device inside a rollout (rollout/sglang/engine.py). Not here: how a part moves
-(parallel/device_memory.py).
+servers take the device inside a rollout (rollout/sglang/engine.py).
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,7 @@
 """A reference or self-teacher that follows the student: `reference.update`, `teacher.weights: ema`.
 
 The KL then keeps the student close to its own past (docs/method.md §2), or the student learns from
-its own average (§1). The weights are part of the run's checkpoints. Not here: scoring with them
-(scoring/megatron.py), beta (loss_weights.py).
+its own average (§1). The weights are part of the run's checkpoints.
 """
 
 from collections.abc import Sequence

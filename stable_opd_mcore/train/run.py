@@ -1,7 +1,4 @@
-"""The parts of a run on one rank, which every function of the training loop receives.
-
-Not here: how they are built (setup.py).
-"""
+"""The parts of a run on one rank, which every function of the training loop receives."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """The models of a run on this rank: the student, and the scorers that its objective needs.
 
-Who shares whose weights is decided here. Not here: how a model is built (models/gpt.py), what a
-scorer computes (scoring/), the other parts of a run (setup.py).
+Who shares whose weights is decided here.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Build a run's parts from its config: tokenizer, prompts, models, engine, objective.
 
 Settings, data and weights that do not fit together are refused here, before the first token is
-sampled. Not here: the step, the loop, or anything that changes while training.
+sampled.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """The trained model: Megatron chunks under Megatron's gradient buffers, and its Adam.
 
 Gradients are sums over micro-batches and data-parallel ranks and are not averaged, because the
-token weights already contain the global normaliser. Not here: the loss, the learning-rate schedule,
-checkpoints.
+token weights already contain the global normaliser.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,7 @@
 """One optimizer step of the student on the scored micro-batches of a minibatch.
 
 Token weights contain the global normalisers, so the loss is a plain sum over tokens, micro-batches
-and ranks. Nothing that is not finite reaches the weights. Not here: what the loss is (losses/),
-gradient buffers and Adam (student.py).
+and ranks. Nothing that is not finite reaches the weights.
 """
 
 from __future__ import annotations

@@ -301,13 +301,13 @@ def test_experts_of_the_engine_lie_at_the_tokens_they_were_chosen_for(context_si
     batches, seen = pack_whole(samples, weights, context_size), 0
     for batch, rank in itertools.product(batches, range(context_size)):
         mine = slice_microbatch(batch, rank, context_size)
-        assert mine.routed_experts_TLC is not None
-        assert mine.routed_experts_TLC.dtype == torch.int16
+        assert mine.routed_experts_TYX is not None
+        assert mine.routed_experts_TYX.dtype == torch.int16
         for row, token in enumerate(mine.rows_N.tolist()):
             index, place = int(mine.sample_index_N[row]), int(mine.positions_T[token])
             is_golden = samples[index].kind == "golden"
             expected = np.full((2, 3), -1) if is_golden else experts_of(np.array([place]), index)[0]
-            assert (mine.routed_experts_TLC[token].numpy() == expected).all()
+            assert (mine.routed_experts_TYX[token].numpy() == expected).all()
             seen += not is_golden
     assert seen > 50
 

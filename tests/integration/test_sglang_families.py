@@ -176,13 +176,13 @@ def _check_logprobs(
                 file.write(f"{gap_N.mean():.2e} {gap_N.max():.2e}\n")
             assert gap_N.max() < 1e-4
     if architecture_of(chunks).experts is None:
-        assert batch.routed_experts_TLC is None
+        assert batch.routed_experts_TYX is None
         return
-    assert batch.routed_experts_TLC is not None
-    assert (batch.routed_experts_TLC >= 0).all(dim=(1, 2)).sum() == sum(
+    assert batch.routed_experts_TYX is not None
+    assert (batch.routed_experts_TYX >= 0).all(dim=(1, 2)).sum() == sum(
         len(rollout.prompt.token_ids) + len(rollout.token_ids) - 1 for rollout in rollouts
     )
-    wrong = replace(batch, routed_experts_TLC=(batch.routed_experts_TLC + 1) % 8)
+    wrong = replace(batch, routed_experts_TYX=(batch.routed_experts_TYX + 1) % 8)
     scorer = MegatronScorer(chunks, world, vocab_size=VOCABULARY, around=replaying)
     for scores in scorer.score([wrong]):
         assert scores.logprob_N is not None

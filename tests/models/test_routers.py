@@ -33,7 +33,7 @@ def minibatch(replayed: bool) -> list[MicroBatch]:
         batch = tiny.microbatch(lengths, seed=seed)
         of_rows = {name: getattr(batch, name)[:rows] for name in ("rows_N", "targets_N")}
         routed = other_choices(sum(lengths), seed) if replayed else None
-        batches.append(replace(batch, routed_experts_TLC=routed, **of_rows))
+        batches.append(replace(batch, routed_experts_TYX=routed, **of_rows))
     return batches
 
 
@@ -76,7 +76,7 @@ def defined(world: World, batches: list[MicroBatch]) -> tuple[dict[str, Tensor],
 )
 def test_loads_and_gradients_are_those_of_the_definition(world, recompute, replayed) -> None:
     batches = minibatch(replayed)
-    expected_gradients, counts_LE = defined(world, batches)
+    expected_gradients, counts_YE = defined(world, batches)
     (chunk,) = build_model(ARCHITECTURE, world, recompute=recompute)
     routers = Routers([chunk])
     losses = []
@@ -88,9 +88,9 @@ def test_loads_and_gradients_are_those_of_the_definition(world, recompute, repla
     main_loss(chunk, batches[0])  # outside the block
     with routers.applying(batches[0], trains=True, counts=False):
         main_loss(chunk, batches[0])
-    assert torch.equal(routers.counts_LE, counts_LE)  # once, though layers ran again
+    assert torch.equal(routers.counts_YE, counts_YE)  # once, though layers ran again
     found = routers.take().values_by_key()
-    assert found == load_metrics(counts_LE).values_by_key()
+    assert found == load_metrics(counts_YE).values_by_key()
     assert [*routers.take().values_by_key().values()] == [None, None]  # nothing since
     for name, gradient in gradients(chunk).items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=2e-4, atol=1e-5)
@@ -102,18 +102,18 @@ def test_own_choice_changes_nothing_and_another_one_is_followed(world) -> None:
     own, chosen_LTE = seen_by_routers(chunk, batch)
     routers = Routers([chunk])
 
-    def replayed(experts_TLC: Tensor) -> tuple[Tensor, Tensor]:
-        other = replace(batch, routed_experts_TLC=experts_TLC)
+    def replayed(experts_TYX: Tensor) -> tuple[Tensor, Tensor]:
+        other = replace(batch, routed_experts_TYX=experts_TYX)
         with routers.applying(other, trains=False):
             loss, followed_LTE = seen_by_routers(chunk, other)
         return loss, followed_LTE
 
-    indices_TLC = chosen_LTE.nonzero()[:, 2].view(LAYERS, -1, CHOSEN).transpose(0, 1)
-    torch.testing.assert_close(replayed(indices_TLC.to(torch.int16))[0], own)
-    experts_TLC = other_choices(12, 0)
-    wanted_LTE = torch.zeros_like(chosen_LTE).scatter(2, experts_TLC.transpose(0, 1).long(), True)
-    experts_TLC[3:5] = -1  # routed as always
-    loss, followed_LTE = replayed(experts_TLC)
+    indices_TYX = chosen_LTE.nonzero()[:, 2].view(LAYERS, -1, CHOSEN).transpose(0, 1)
+    torch.testing.assert_close(replayed(indices_TYX.to(torch.int16))[0], own)
+    experts_TYX = other_choices(12, 0)
+    wanted_LTE = torch.zeros_like(chosen_LTE).scatter(2, experts_TYX.transpose(0, 1).long(), True)
+    experts_TYX[3:5] = -1  # routed as always
+    loss, followed_LTE = replayed(experts_TYX)
     assert not torch.allclose(loss, own, atol=1e-3)
     assert torch.equal(followed_LTE[:, 5:], wanted_LTE[:, 5:])
     assert (followed_LTE.sum(dim=2) == CHOSEN).all()
@@ -121,8 +121,8 @@ def test_own_choice_changes_nothing_and_another_one_is_followed(world) -> None:
 
 
 def test_metrics_are_the_means_of_the_layers() -> None:
-    counts_LE = torch.tensor([[3, 1, 0, 0], [1, 1, 1, 1]])
-    assert load_metrics(counts_LE).values_by_key() == {
+    counts_YE = torch.tensor([[3, 1, 0, 0], [1, 1, 1, 1]])
+    assert load_metrics(counts_YE).values_by_key() == {
         "moe/load_max_over_mean": (3.0 + 1.0) / 2,
         "moe/unused_experts": (2 + 0) / 2,
     }

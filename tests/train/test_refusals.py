@@ -40,35 +40,12 @@ def data(path: Path, lines: list[str]) -> dict:
     return {"train": {"path": str(path)}}
 
 
-CASES = {
-    "malformed row": (['{"problem": "1+1",'], ["rows.jsonl", "2"]),
-    "missing column": ([json.dumps({"question": "1+1", "answer": "2"})], ["problem", "question"]),
-    "empty answer": (
-        [json.dumps({"problem": "1+1", "answer": "", "solution": "[2]"})],
-        ["answer", "empty"],
-    ),
-    "prompt too long": (
-        [json.dumps({"problem": "1" + "+1" * 60, "answer": "1", "solution": "[1]"})],
-        ["prompt", "window of 128", "data.overlong=drop"],
-    ),
-    "golden too long": (
-        [json.dumps({"problem": "1+1", "answer": "2", "solution": "1+1=2;" * 30 + "[2]"})],
-        ["golden solution", "window of 128", "data.overlong=drop"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bad_rows_are_refused(capsys, monkeypatch, tmp_path, case):
-    lines, words = CASES[case]
-    message = refusal_message(
-        capsys,
-        monkeypatch,
-        tmp_path,
-        data=data(tmp_path / "rows.jsonl", [json.dumps(ROWS[0]), *lines]),
-    )
-    for word in words:
-        assert word in message
+def test_bad_rows_are_refused(capsys, monkeypatch, tmp_path):
+    lines = [json.dumps(ROWS[0]), '{"problem": "1+1",']
+    rows = data(tmp_path / "rows.jsonl", lines)
+    message = refusal_message(capsys, monkeypatch, tmp_path, data=rows)
+    assert "rows.jsonl" in message
+    assert "2" in message
 
 
 def test_settings_that_do_not_fit_are_refused(capsys, monkeypatch, tmp_path):

@@ -73,7 +73,8 @@ def is_collapsed(run: Run, state: TrainState) -> bool:
 def roll_back(run: Run, state: TrainState) -> TrainState:
     """If the guard decided so, take weights, optimizer and generators of its healthy checkpoint.
 
-    Step and cursor go on, so the next prompts and their sampling noise are fresh ones. Collective.
+    Step and cursor continue, so the next prompts and their sampling noise are fresh ones.
+    Collective.
 
     Raises:
         UserError: that checkpoint is damaged or gone.
@@ -118,6 +119,6 @@ def refuse_collapsed(run: Run, state: TrainState, write_report: Callable[[Path],
         f"{directory}: the guard stopped the run after step {state.step}: the rollouts stayed "
         f"collapsed through {state.guard.rollbacks} returns to a healthy checkpoint. Evidence: the "
         f"guard's events in metrics.jsonl, and report.html. Newest healthy checkpoint: {place}. "
-        "Start a new run with student.path set to it and other settings, or go on unguarded with "
-        "guard.policy=warn --accept-changes"
+        "Start a new run with student.path set to it and other settings, or continue unguarded "
+        "with guard.policy=warn --accept-changes"
     )

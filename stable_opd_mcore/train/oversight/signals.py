@@ -13,7 +13,6 @@ end it with SIGTERM: code 143. In both cases its caller writes REQUEUE. The user
 (SIGINT): the run exits with code 130, and a second Ctrl-C ends it at once. A signal reaches each
 process at a slightly different time, so the ranks agree by one all-reduce a step. `srun` does not
 pass on the exit codes of its ranks, so a run reports its outcome in a file: REQUEUE or DONE.
-Not here: starting the run again (slurm/common.sh), and hangs (watchdog.py).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Stopped(SystemExit):
         self.checkpoint = checkpoint
 
     def text(self) -> str:
-        """What stopped the run, what is saved, and how it goes on."""
+        """What stopped the run, what is saved, and how it continues."""
         by = {StopReason.REQUEUE: "SIGUSR1", StopReason.TERMINATE: "SIGTERM"}
         return (
             f"stopped by {by.get(self.reason, 'Ctrl-C')} after step {self.step}; checkpoint: "

@@ -9,8 +9,7 @@ The timer is faulthandler's, a thread in C, so it also fires while a collective 
 the interpreter lock. A stack file is empty until the timer fires and is removed at the end, so a
 stack file with text means a hang.
 A wait for rollouts is not a hang while responses arrive: `progress`, called on any rank, restarts
-the timers of all ranks through the time stamp of the file PROGRESS. Not here: the time-outs of the
-collectives (config/training.py), and the verdict (slurm/verdict.py).
+the timers of all ranks through the time stamp of the file PROGRESS.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class CheckpointSaver:
 
     Args:
         directory: of the checkpoints `step_NNNNNN`.
-        keep: newest checkpoints to keep, beside those that their guards may return to. A later
+        keep: newest checkpoints to keep, and those that their guards may return to. A later
             step's checkpoint, from which the run could not resume, stays until it is overwritten.
-        moving: saved beside the student, under their names.
+        moving: saved with the student, under their names.
         save_tokenizer: writes the tokenizer's files into the directory it is given.
     """
 
@@ -156,7 +156,7 @@ def _returns_to(path: Path) -> set[str]:
 
 def restore_replaced(directory: Path) -> None:
     """Rename a checkpoint back that a killed run had renamed aside, to replace it. On rank 0 of the
-    run that holds the directory's lock: an evaluation beside that run must not.
+    run that holds the directory's lock: an evaluation at the same time must not.
     """
     for aside in sorted(directory.glob(".step_*.old")):
         restore_directory(directory / aside.name.removeprefix(".").removesuffix(".old"))

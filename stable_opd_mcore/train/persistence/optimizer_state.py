@@ -4,7 +4,6 @@ A data-parallel rank holds a flat range of each parameter's fp32 weight and mome
 that any layout reads first gathers the ranges of all ranks in every rank's memory, 23 GB a rank for
 a 7B model at TP4. A flat range of a row-major tensor is a few boxes: each rank saves and loads
 its own, in place. The files hold the names and shapes of that form, so either reads the other.
-Not here: the optimizer (train/student.py), files (checkpoint.py).
 """
 
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
-
-from stable_opd_mcore.models.directory_save import sharding
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size in each dimension
 _PARAM_STATE = "param_state"
@@ -31,8 +28,6 @@ def sharded_state(optimizer: Any, weights: dict[str, Any], *, loading: bool) -> 
         loading: allocate what is not there yet.
     """
     parts = _parts(optimizer)
-    if not isinstance(parts[0], DistributedOptimizer):
-        return optimizer.sharded_state_dict(weights.copy(), is_loading=loading, metadata=sharding())
     by_parameter = {id(item.data): item for item in nested_values(weights)}
     states = [_state_of(part, by_parameter, loading=loading) for part in parts]
     return states[0] if len(states) == 1 else dict(enumerate(states))  # Megatron's form
@@ -43,9 +38,7 @@ def set_state(optimizer: Any, loaded: dict[Any, Any]) -> None:
     parts = _parts(optimizer)
     states = [loaded] if len(parts) == 1 else [loaded[index] for index in range(len(parts))]
     for part, state in zip(parts, states, strict=True):
-        if isinstance(part, DistributedOptimizer):
-            state = {name: value for name, value in state.items() if name != _PARAM_STATE}
-        part.load_state_dict(state)
+        part.load_state_dict({key: value for key, value in state.items() if key != _PARAM_STATE})
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:

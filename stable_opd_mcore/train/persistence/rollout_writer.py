@@ -2,46 +2,33 @@
 
 A round takes the rollouts of one prompt of each data-parallel rank, so rank 0 never holds more than
 the texts of a round, and the file is in the order of the prompts.
-
-Not here: the format of the file (data/rollout_files.py).
 """
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
 
+from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.rollout_files import encode_rollout
 from stable_opd_mcore.host.atomic_files import atomic_file
-from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.parallel.world import World, gather_objects, gather_on_first_rank
 from stable_opd_mcore.records import Rollout
 
 NUM_SAMPLES = 16  # rollouts of each step that rollout.save=samples keeps
 
 
-class RolloutWriter:
-    """Writes the rollouts of each step into `<run>/rollouts/`, as many as `rollout.save` says."""
+def write_step(config: Config, world: World, step: int, rollouts: Sequence[Rollout]) -> None:
+    """Write all rollouts of a step, the first NUM_SAMPLES, or none (`rollout.save`). Collective.
 
-    def __init__(
-        self, run_directory: Path, world: World, save: Literal["all", "samples", "none"] = "all"
-    ):
-        self._files = RunDirectory(run_directory)
-        self._world = world
-        self._save = save
-
-    def write(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Write all rollouts of `step`, the first `NUM_SAMPLES`, or none. Collective.
-
-        Args:
-            rollouts: of this data-parallel rank.
-        """
-        if self._save != "none":
-            limit = None if self._save == "all" else NUM_SAMPLES
-            write_together(self._files.rollouts(step), rollouts, self._world, limit)
+    Args:
+        rollouts: of this data-parallel rank.
+    """
+    if config.rollout.save != "none":
+        limit = None if config.rollout.save == "all" else NUM_SAMPLES
+        write_together(config.run.files.rollouts(step), rollouts, world, limit)
 
 
 def write_together(

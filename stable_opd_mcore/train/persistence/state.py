@@ -1,8 +1,7 @@
-"""What a run remembers beside weights and optimizer: its counters and its guard's memory.
+"""What a run remembers besides weights and optimizer: its counters and its guard's memory.
 
 They determine every later step: rollout noise and data order are pure functions of the seed and
-these counters, so a restored run continues exactly as the uninterrupted one would have. Not here:
-anything derived from them.
+these counters, so a restored run continues exactly as the uninterrupted one would have.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A step trains on the next `rollout.prompts_per_step` slots of the data order, counted over the run.
 The data-parallel ranks take slots in turn.
-
-Not here: the engines (rollout/), which rank trains on which sample (sharing.py).
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 Every 10 steps both models score the step's rollouts once more, before the
 update: their most probable tokens on every trained prefix, and the probability of ending the
 response at its last position. The metrics are defined in docs/method.md §5.
-
-Not here: the scores that a loss needs (scoring/), and the metrics of every step, which cost no
-forward pass (monitoring/health.py).
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ servers.
     golden = begin_scoring(run, golden, step)  # before sampling, so that both run at once
     rollouts = ...
     samples = rollouts + golden()
-
-Not here: responses that servers sample; rollout/sglang/dispatch.py asks for their scores as they
-end.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ counts go to every rank (`gather_facts`). From these facts each rank computes th
 normalisers and shares. Then each sample goes from the rank that has it to the ranks that train on
 it (`share_out`), so the host work of a rank depends on its own share, and becomes part of a
 micro-batch on its device (`pack_micro_batches`).
-
-Not here: token weights (losses/token_weights.py), balance and packing (data/packing.py).
 """
 
 from __future__ import annotations

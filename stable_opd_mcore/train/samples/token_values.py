@@ -3,8 +3,6 @@
 Each minibatch's loss gives advantages, teacher log-probabilities and KLs of the tokens on this
 rank. `TokenRecorder` keeps those of the first rollouts, and rank 0 collects them from all ranks.
 Nothing of it enters the training.
-
-Not here: the files (data/token_files.py) and the page that shows them (monitoring/reader.py).
 """
 
 from __future__ import annotations
@@ -105,7 +103,7 @@ class TokenRecorder:
         ]
 
     def _own_rows(self) -> list[np.ndarray]:
-        """Of each micro-batch, for the kept rollouts: rollout, token, then VALUES."""
+        """Rollout, token and VALUES of the kept rollouts' rows, for each micro-batch."""
         kept: list[np.ndarray] = []
         for minibatch, copied in self._rows:
             rows = copied.values().numpy()

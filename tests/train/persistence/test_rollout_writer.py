@@ -6,10 +6,10 @@ import pytest
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.rollout_files import read_rollouts
-from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.train.persistence.rollout_writer import RolloutWriter, write_together
+from stable_opd_mcore.train.persistence.rollout_writer import write_step, write_together
+from tests.config.cases import run_with
 from tests.parallel.launch import run_ranks
 
 PROMPTS = [Prompt(f"s:{i}", "1+1", (5,)) for i in range(9)]
@@ -19,15 +19,12 @@ def rollouts_of(prompts):
     return [Rollout(p, k, (7, 8), (-0.5, 0.0), "stop", 1) for p in prompts for k in range(2)]
 
 
-@pytest.mark.parametrize(("save", "kept"), [("all", 18), ("samples", 16)])
-def test_the_writer_keeps_all_rollouts_or_the_first_16(tmp_path, world, save, kept):
-    RolloutWriter(tmp_path, world, save).write(3, rollouts_of(PROMPTS))
-    assert read_rollouts(RunDirectory(tmp_path).rollouts(3)) == rollouts_of(PROMPTS)[:kept]
-
-
-def test_the_writer_keeps_nothing_with_save_none(tmp_path):
-    RolloutWriter(tmp_path, None, "none").write(3, rollouts_of(PROMPTS))
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(("save", "kept"), [("all", 18), ("samples", 16), ("none", 0)])
+def test_all_rollouts_are_kept_or_the_first_16_or_none(tmp_path, world, save, kept):
+    config = run_with(run={"name": "r", "directory": str(tmp_path)}, rollout={"save": save})
+    write_step(config, world, 3, rollouts_of(PROMPTS))
+    path = config.run.files.rollouts(3)
+    assert (read_rollouts(path) if path.exists() else []) == rollouts_of(PROMPTS)[:kept]
 
 
 def write_shares(rank: int, world_size: int, directory: Path) -> None:
