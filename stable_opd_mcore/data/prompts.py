@@ -104,10 +104,9 @@ class PromptSet:
             golden: whether golden solutions are encoded, and whether every row must have one.
 
         Raises:
-            DataError: a row without the golden solution it needs; no row that fits the window; with
-                data.overlong=error, a prompt or golden solution that exceeds its model's window; a
-                problem or golden solution with the text of a control token; a golden solution that
-                is the bare answer; a row that `teacher` cannot render; a prompt without tokens.
+            DataError: a row without the golden solution it needs, with one that is the bare answer,
+                with the text of a control token, or that cannot be rendered; no row that fits the
+                window, or one that does not with data.overlong=error.
         """
         self.window, self._max_new_tokens = window, max_new_tokens
         self.teacher = teacher

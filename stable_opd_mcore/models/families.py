@@ -133,8 +133,7 @@ def read_architecture(
     """Read a model directory, a config.json, or its fields given inline.
 
     Args:
-        window: replaces max_position_embeddings, also in `Architecture.source`.
-        rope_theta: replaces rope_theta, wherever the config holds it, likewise.
+        window, rope_theta: replace those of the config, also in `Architecture.source`.
 
     Raises:
         UserError: no such file, not JSON, unknown model_type, a key missing or with a value that
@@ -253,7 +252,8 @@ def _heads(origin: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
     groups = _count(origin, fields, "num_key_value_heads", heads)
     if heads % groups:
         raise UserError(
-            f"{origin}: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}"
+            f"{origin}: num_attention_heads={heads} is no multiple of "
+            f"num_key_value_heads={groups}; correct config.json"
         )
     return heads, groups, fields.get("head_dim") or hidden // heads
 
@@ -264,7 +264,10 @@ def _experts(origin: str, fields: Mapping[str, Any]) -> Experts:
     number = _count(origin, fields, key)
     per_token = _count(origin, fields, "num_experts_per_tok")
     if per_token > number:
-        raise UserError(f"{origin}: num_experts_per_tok={per_token} exceeds num_experts={number}")
+        raise UserError(
+            f"{origin}: num_experts_per_tok={per_token} exceeds num_experts={number}; correct "
+            "config.json"
+        )
     return Experts(number, per_token, normalised=bool(fields.get("norm_topk_prob", False)))
 
 

@@ -27,12 +27,8 @@ MULTIPLE = 16
 
 
 def refuse_fp8(architecture: Architecture, fp8: Fp8, *, tensor: int, precision: str | None) -> None:
-    """
-    Args:
-        precision: `train.precision` where Transformer Engine runs the products; None: emulated.
-
-    Raises:
-        UserError: the recipe does not suit the model's sizes on this layout, or the precision.
+    """Raise a UserError if the recipe does not suit the model's sizes on this layout, or the
+    precision: `train.precision` where Transformer Engine runs the products; None: emulated.
     """
     for name, width in _widths(architecture, tensor).items():
         if width % MULTIPLE:

@@ -17,10 +17,7 @@ from torch.optim.adam import adam
 class FusedAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay, or with L2 decay when `adam_w_mode` is False.
 
-    Args:
-        params: parameters or groups.
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW.
-        capturable: given by newer releases of Megatron; False.
+    Newer releases of Megatron give `capturable`, False.
     """
 
     def __init__(
