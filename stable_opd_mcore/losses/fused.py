@@ -2,7 +2,7 @@
 
 The N scored rows go through in blocks. One GEMM per model gives the logits of a block; leaves.py
 turns them into the loss of its rows and the gradient by the student's logits, written over them;
-two GEMMs carry that to hidden states and head. Extra memory, whatever N: one block of logits per
+two GEMMs carry that to hidden states and head. Extra memory, for any N: one block of logits per
 model, and the gradients. docs/evidence/loss.md counts bytes, launches and copies.
 
 N scored rows, C rows of a block, V columns of this rank's vocabulary shard, J looked-up columns of

@@ -250,7 +250,7 @@ def k3(rows: Rows, keeps_direction: bool) -> tuple[Tensor, Tensor]:
 
 
 def weighted(weight: Tensor, value: Tensor) -> Tensor:
-    """weight * value, and exactly zero where the weight is, whatever the value."""
+    """weight * value, and exactly zero where the weight is, even if the value is not finite."""
     return weight * value.masked_fill(weight == 0, 0)
 
 

@@ -66,7 +66,7 @@ class Statistics:
 class PairStatistics(Statistics):
     """The student, compared with one other model over the whole vocabulary."""
 
-    jsd_sums_C2: Tensor | None = None  # of `jsd_sums_of`; needed for the divergence "jsd"
+    jsd_sums_C2: Tensor | None = None  # what `jsd_sums_of` returns; set for "jsd"
 
     @cached_property
     def other(self) -> Normaliser:

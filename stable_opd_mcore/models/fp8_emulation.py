@@ -1,8 +1,8 @@
 """Products whose operands are rounded to FP8 and back: FP8 where Transformer Engine is absent.
 
 Values are cast to `float8_e4m3fn` or `float8_e5m2` with a recipe's scales, cast back, and
-multiplied in fp32, as an FP8 GEMM accumulates. What FP8 does to a model can so be measured on a
-CPU. It is slower than without FP8. Recipes, as Transformer Engine defines them:
+multiplied in fp32, as an FP8 GEMM accumulates. So a CPU can measure what FP8 does to a model; it is
+slower than without FP8. Recipes, as Transformer Engine defines them:
 
     tensorwise  one scale per tensor, from its own largest magnitude; gradients in e5m2
     blockwise   e4m3 with powers of two as scales: weights in blocks of 128 x 128, inputs and
