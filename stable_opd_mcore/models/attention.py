@@ -1,6 +1,6 @@
 """Self-attention in plain torch for Megatron's layers, over packed sequences.
 
-Shapes: T packed tokens, P slots of their padded rectangles, A query heads and G key-value groups of
+Shapes: T packed tokens, P cells of their padded rectangles, A query heads and G key-value groups of
 this tensor rank, D head size.
 
 One class replaces the forward of Megatron's SelfAttention and keeps its projections, norms and
@@ -41,13 +41,13 @@ class RMSNorm(torch.nn.RMSNorm):
 class Buckets:
     """T packed tokens laid out as a few rectangles [sequences, longest], each attended to at once.
 
-    Every packed token has exactly one slot. The slots after a sequence's end repeat its first
+    Every packed token has exactly one cell. The cells after a sequence's end repeat its first
     token: causal attention ignores them, and their outputs are dropped.
     """
 
     shapes: tuple[tuple[int, int], ...]  # (sequences, longest) per rectangle
-    token_of_slot_P: Tensor | None  # int64; None: one rectangle in the packed order
-    slot_of_token_T: Tensor | None  # int64
+    token_of_cell_P: Tensor | None  # int64; None: one rectangle in the packed order
+    cell_of_token_T: Tensor | None  # int64
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Buckets:
@@ -59,23 +59,23 @@ class Buckets:
         for length in lengths:
             starts.append(starts[-1] + length)
         shapes: list[tuple[int, int]] = []
-        token_of_slot: list[Tensor] = []
-        slot_of_token = torch.empty(starts[-1], dtype=torch.int64)
+        token_of_cell: list[Tensor] = []
+        cell_of_token = torch.empty(starts[-1], dtype=torch.int64)
         lengths_of.sort(key=lambda item: (-item[0], item[1]))
-        slot = begin = 0
+        cell = begin = 0
         while begin < len(lengths_of):
             longest = lengths_of[begin][0]
             end = begin
             while end < len(lengths_of) and lengths_of[end][0] >= _BUCKET_RATIO * longest:
                 length, i = lengths_of[end]
                 tokens = torch.arange(starts[i], starts[i] + length)
-                token_of_slot.append(F.pad(tokens, (0, longest - length), value=starts[i]))
-                slot_of_token[tokens] = torch.arange(slot, slot + length)
-                slot += longest
+                token_of_cell.append(F.pad(tokens, (0, longest - length), value=starts[i]))
+                cell_of_token[tokens] = torch.arange(cell, cell + length)
+                cell += longest
                 end += 1
             shapes.append((end - begin, longest))
             begin = end
-        return cls(tuple(shapes), torch.cat(token_of_slot).to(device), slot_of_token.to(device))
+        return cls(tuple(shapes), torch.cat(token_of_cell).to(device), cell_of_token.to(device))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class GatheredKeys:
     """The whole sequences to which the queries of this rank's slices attend.
 
     Their rectangles match those of the slices one by one: the same sequences, `group.size()` times
-    as long. Keys are gathered rank after rank; `token_of_slot_P` indexes that order.
+    as long. Keys are gathered rank after rank; `token_of_cell_P` indexes that order.
     """
 
     group: dist.ProcessGroup
@@ -100,14 +100,14 @@ class GatheredKeys:
         gathered_T = torch.empty_like(order)
         gathered_T[order] = torch.arange(len(order), device=order.device)
         whole = Buckets.of(cu_seqlens.diff().tolist(), order.device)
-        positions = _to_slots(positions_T, queries).split(
-            [n * slots for n, slots in queries.shapes]
+        positions = _to_cells(positions_T, queries).split(
+            [n * cells for n, cells in queries.shapes]
         )
         masks = tuple(
             part.view(sequences, 1, -1, 1) >= torch.arange(longest, device=order.device)
             for part, (sequences, longest) in zip(positions, whole.shapes, strict=True)
         )
-        return cls(group, Buckets(whole.shapes, _to_slots(gathered_T, whole), None), masks)
+        return cls(group, Buckets(whole.shapes, _to_cells(gathered_T, whole), None), masks)
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """All ranks' keys and values [T, 1, G, D]; the backward pass sums the ranks' gradients."""
@@ -185,14 +185,14 @@ def _packed(
         )
         parts.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
     output_P = torch.cat(parts) if len(parts) > 1 else parts[0]
-    if buckets.slot_of_token_T is not None:
-        output_P = output_P.index_select(0, buckets.slot_of_token_T)
+    if buckets.cell_of_token_T is not None:
+        output_P = output_P.index_select(0, buckets.cell_of_token_T)
     return output_P.unsqueeze(1)
 
 
 def _rectangles(rows_T1: Tensor, buckets: Buckets) -> list[Tensor]:
     """[T, 1, heads, D] as one [sequences, heads, longest, D] per rectangle."""
-    rows_P = _to_slots(rows_T1.squeeze(1), buckets)
+    rows_P = _to_cells(rows_T1.squeeze(1), buckets)
     parts = rows_P.split([sequences * longest for sequences, longest in buckets.shapes])
     return [
         part.unflatten(0, shape).transpose(1, 2)
@@ -200,7 +200,7 @@ def _rectangles(rows_T1: Tensor, buckets: Buckets) -> list[Tensor]:
     ]
 
 
-def _to_slots(rows_T: Tensor, buckets: Buckets) -> Tensor:
-    if buckets.token_of_slot_P is None:
+def _to_cells(rows_T: Tensor, buckets: Buckets) -> Tensor:
+    if buckets.token_of_cell_P is None:
         return rows_T
-    return rows_T.index_select(0, buckets.token_of_slot_P)
+    return rows_T.index_select(0, buckets.token_of_cell_P)

@@ -17,7 +17,7 @@ of padding until all have finished.
 as those of servers would be, and the same in every run. A response that continues after an update
 is decoded anew from its prompt and tokens, so the new weights read its old tokens.
 
-Letters: P prefixes, R rollouts of one batch, B rows still running, L new tokens, T prefix slots, H
+Letters: P prefixes, R rollouts of one batch, B rows still running, L new tokens, T prefix cells, H
 hidden size, D half the size of a head, V vocabulary.
 """
 

@@ -1,12 +1,12 @@
 """Keys and values of the rows being decoded, and attention over them.
 
-Rows share one slot axis: prompts are padded on the left, so every row writes its next token into
-the same slot, and an additive mask hides a row's padding. Keys are stored rotated to the row's own
+Rows share one cell axis: prompts are padded on the left, so every row writes its next token into
+the same cell, and an additive mask hides a row's padding. Keys are stored rotated to the row's own
 position (padding does not count), so a row's numbers do not depend on the other rows' lengths, and
 no key is rotated twice. The capacity grows by half when it is full. Dropping finished rows also
-drops slots that are padding for all remaining rows.
+drops cells that are padding for all remaining rows.
 
-Letters: B rows, T new tokens per row, S slots, G key-value groups with R query heads each, D head
+Letters: B rows, T new tokens per row, S cells, G key-value groups with R query heads each, D head
 size, P positions, E = 2 D numbers of a rotation.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stable_opd_mcore.models.rotary import rotate, rotations
 
-_SLOT_BLOCK = 128  # slots are allocated in multiples of this
+_CELL_BLOCK = 128  # cells are allocated in multiples of this
 
 
 class KVCache:
@@ -33,7 +33,7 @@ class KVCache:
     def __init__(self, prompt_lengths: list[int], angles_PD: Tensor, dtype: torch.dtype):
         longest = max(prompt_lengths)
         device = angles_PD.device
-        self.used = 0  # slots filled so far
+        self.used = 0  # cells filled so far
         self.pad_B = longest - torch.tensor(prompt_lengths, dtype=torch.int64, device=device)
         self._rotations_PE = rotations(angles_PD, dtype)
         self._dtype = dtype
@@ -46,10 +46,10 @@ class KVCache:
         """Prepare to run `num_tokens` more tokens per row: `attend` once per layer, then `end`."""
         stop = self.used + num_tokens
         self._reserve(stop)
-        slots_T = torch.arange(self.used, stop, device=self.pad_B.device)
-        positions_TB = (slots_T[:, None] - self.pad_B[None]).clamp_(min=0)
+        cells_T = torch.arange(self.used, stop, device=self.pad_B.device)
+        positions_TB = (cells_T[:, None] - self.pad_B[None]).clamp_(min=0)
         self._rotation_TB11E = self._rotations_PE[positions_TB][:, :, None, None]
-        self._bias_B1TS = self._bias(slots_T, stop)
+        self._bias_B1TS = self._bias(cells_T, stop)
         self._stop = stop
 
     def end(self) -> None:
@@ -93,11 +93,11 @@ class KVCache:
         self._capacity -= trim
         self._padded = self._padded and bool(self.pad_B.any())
 
-    def _reserve(self, num_slots: int) -> None:
-        if num_slots <= self._capacity:
+    def _reserve(self, num_cells: int) -> None:
+        if num_cells <= self._capacity:
             return
-        wanted = max(num_slots, self._capacity * 3 // 2)
-        capacity = -(-wanted // _SLOT_BLOCK) * _SLOT_BLOCK
+        wanted = max(num_cells, self._capacity * 3 // 2)
+        capacity = -(-wanted // _CELL_BLOCK) * _CELL_BLOCK
         for layer, (keys, values) in self._layers.items():
             self._layers[layer] = (self._grown(keys, capacity), self._grown(values, capacity))
         self._capacity = capacity
@@ -107,17 +107,17 @@ class KVCache:
         new[:, :, : self.used] = old[:, :, : self.used]
         return new
 
-    def _bias(self, slots_T: Tensor, stop: int) -> Tensor | None:
+    def _bias(self, cells_T: Tensor, stop: int) -> Tensor | None:
         """Additive mask [B|1, 1, T, stop]: 0 where a token attends, else -inf; None: no mask."""
-        if len(slots_T) == 1 and not self._padded:
+        if len(cells_T) == 1 and not self._padded:
             return None
-        slots_S = torch.arange(stop, device=slots_T.device)
-        slots_11T1 = slots_T[:, None][None, None]
-        hidden_B1TS = slots_S > slots_11T1
+        cells_S = torch.arange(stop, device=cells_T.device)
+        cells_11T1 = cells_T[:, None][None, None]
+        hidden_B1TS = cells_S > cells_11T1
         if self._padded:
-            hidden_B1TS = hidden_B1TS | (slots_S < self.pad_B[:, None, None, None])
+            hidden_B1TS = hidden_B1TS | (cells_S < self.pad_B[:, None, None, None])
         # A padding token attends to itself: a row of -inf only gives NaN, and no later mask
         # removes NaN.
-        hidden_B1TS = hidden_B1TS & (slots_S != slots_11T1)
-        bias = torch.zeros(hidden_B1TS.shape, dtype=self._dtype, device=slots_T.device)
+        hidden_B1TS = hidden_B1TS & (cells_S != cells_11T1)
+        bias = torch.zeros(hidden_B1TS.shape, dtype=self._dtype, device=cells_T.device)
         return bias.masked_fill_(hidden_B1TS, float("-inf"))
