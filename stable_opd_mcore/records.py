@@ -21,13 +21,12 @@ Log-probabilities and entropies are in nats, over the common vocabulary.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from stable_opd_mcore.errors import UserError
 
@@ -134,36 +133,6 @@ class SequenceScores(_WithArrays):
     # .001, one of -8 to .004.
     top_logprobs_LK: NDArray[np.float16]
     extra_logprobs_LE: NDArray[np.float32]  # of the E ids that are looked up at every token
-
-
-@dataclass(frozen=True)
-class Routing:
-    """The shape of a model's choices of experts."""
-
-    num_layers: int
-    num_experts: int
-    per_token: int
-
-    @property
-    def per_position(self) -> int:
-        return self.num_layers * self.per_token
-
-    def parse(self, encoded: str, dtype: DTypeLike, positions: int) -> NDArray[np.int16]:
-        """[positions, num_layers, per_token] from the base64 of an array of `dtype`.
-
-        Raises:
-            ValueError: no base64, another number of choices, an expert that does not exist, or one
-                twice.
-        """
-        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype)
-        if flat.size != positions * self.per_position:
-            raise ValueError(f"{flat.size} experts for {positions} x {self.per_position} choices")
-        if flat.size and not 0 <= flat.min() <= flat.max() < self.num_experts:
-            raise ValueError(f"experts outside 0 .. {self.num_experts - 1}")
-        chosen = flat.astype(np.int16).reshape(positions, self.num_layers, self.per_token)
-        if (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any():
-            raise ValueError("an expert is chosen twice for one token")
-        return chosen
 
 
 @dataclass(frozen=True)

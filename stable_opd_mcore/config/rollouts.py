@@ -151,7 +151,10 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _replay(self) -> Self:
         if (self.engine == "replay") != (self.replay_from is not None):
-            raise ValueError("rollout.engine=replay and rollout.replay_from=RUN go together")
+            raise ValueError(
+                f"rollout.engine={self.engine} with rollout.replay_from={self.replay_from}: replay "
+                "needs the directory of a run, and no other engine reads it; set both or neither"
+            )
         return self
 
     @model_validator(mode="after")

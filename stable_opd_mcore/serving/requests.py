@@ -5,16 +5,17 @@ Letters: L tokens of a response.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.records import FinishReason, Routing, Sampling, SequenceScores
+from stable_opd_mcore.records import FinishReason, Sampling, SequenceScores
 
 _EXCLUDED_LOGIT_BIAS = -1e9  # gives probability 0; JSON has no infinity
 # Every sampling setting is sent: for those left out, a server may have defaults of its own.
@@ -25,6 +26,36 @@ _BYTES_PER_ENTRY = 256  # a reply's, per token and listed log-probability; SGLan
 
 
 Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The shape of a model's choices of experts."""
+
+    num_layers: int
+    num_experts: int
+    per_token: int
+
+    @property
+    def per_position(self) -> int:
+        return self.num_layers * self.per_token
+
+    def parse(self, encoded: str, dtype: DTypeLike, positions: int) -> NDArray[np.int16]:
+        """[positions, num_layers, per_token] from the base64 of an array of `dtype`.
+
+        Raises:
+            ValueError: no base64, another number of choices, an expert that does not exist, or one
+                twice.
+        """
+        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype)
+        if flat.size != positions * self.per_position:
+            raise ValueError(f"{flat.size} experts for {positions} x {self.per_position} choices")
+        if flat.size and not 0 <= flat.min() <= flat.max() < self.num_experts:
+            raise ValueError(f"experts outside 0 .. {self.num_experts - 1}")
+        chosen = flat.astype(np.int16).reshape(positions, self.num_layers, self.per_token)
+        if (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any():
+            raise ValueError("an expert is chosen twice for one token")
+        return chosen
 
 
 class Request(Generic[Reply]):

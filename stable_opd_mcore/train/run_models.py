@@ -15,7 +15,7 @@ from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.objectives import Objective
-from stable_opd_mcore.losses.output_head import align_head
+from stable_opd_mcore.losses.output_head import Head, align_head
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.weights import random_weights
@@ -179,6 +179,10 @@ class RunModels:
             self.frozen += () if moving.kept is chunks else moving.kept
             self.moving[role] = moving
         return chunks
+
+    def heads(self, *scorers: Scorer | None) -> list[Head | None]:
+        """The output heads of these scorers that are not the student's."""
+        return [scorer.head for scorer in scorers if scorer and scorer.head is not self.head]
 
     def behaviour(self, student: Student) -> MegatronScorer | None:
         """The student before the step's updates, where its probabilities are compared later. The

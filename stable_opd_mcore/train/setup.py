@@ -91,16 +91,14 @@ def build_run(
     held_out = load_held_out(config, tokenizer, architecture)
 
     tell(f"{len(prompts):,} prompts; loading models: {models_text(config)}")
-    if config.fp8.is_on:
-        tell(fp8_engine())
     models = RunModels(config, world, widest, tokenizer.vocab_size, progress)
     student = Student(models.student, config.optimizer, config.train.precision)
     teacher, reference = models.teacher(), models.reference()
     overlap = models.overlap(teacher, tokenizer.stop_token_ids, teacher_stops)
     served_teacher = models.served_teacher(teacher, overlap)
-    scorers = (teacher, reference, overlap and overlap.teacher.scorer)
-    heads = [scorer.head for scorer in scorers if scorer and scorer.head is not models.head]
+    heads = models.heads(teacher, reference, overlap and overlap.teacher.scorer)
     memory = device_memory(config, world, student, models.frozen, heads)
+    is_served = served_teacher is not None
     if config.rollout.has_servers:
         tell(f"waiting for {config.rollout.sglang.placement} SGLang servers")
     engine = build_engine(
@@ -124,9 +122,7 @@ def build_run(
         held_out_engine=embedded_engine(world, models.student, tokenizer, progress)
         if config.rollout.engine == "replay"
         else None,
-        sampling=training_sampling(
-            config, tokenizer.stop_token_ids, scored=served_teacher is not None
-        ),
+        sampling=training_sampling(config, tokenizer.stop_token_ids, scored=is_served),
         objective=objective,
         prompts=prompts,
         held_out=held_out,
@@ -143,11 +139,11 @@ def rewards_of(config: Config) -> Rewards:
 
 
 def models_text(config: Config) -> str:
-    """The models that a run loads, and from where."""
+    """The models that a run loads, from where, and what computes their FP8."""
     named: dict[str, ModelConfig | None] = {"student": config.student, "teacher": config.teacher}
     found = [
         f"{name} {'(random weights)' if model.path is None else model.path}"
         for name, model in named.items()
         if model is not None
     ]
-    return ", ".join(found)
+    return ", ".join(found) + (f"; {fp8_engine()}" if config.fp8.is_on else "")

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stable_opd_mcore.records import Routing, Sampling
+from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.serving.exchange import RefusedRequest, ServerFailure
 from stable_opd_mcore.serving.replies import UNUSABLE, content_of, read_completion, read_scores
-from stable_opd_mcore.serving.requests import Generation, Scoring
+from stable_opd_mcore.serving.requests import Generation, Routing, Scoring
 
 REQUEST = Generation((1, 2, 4), Sampling(max_new_tokens=3, stop_token_ids=(9,)), 10)
 

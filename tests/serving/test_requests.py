@@ -1,12 +1,14 @@
 """Bodies of requests, and what is never sent."""
 
+import base64
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.records import Routing, Sampling
-from stable_opd_mcore.serving.requests import Generation, Scoring
+from stable_opd_mcore.records import Sampling
+from stable_opd_mcore.serving.requests import Generation, Routing, Scoring
 
 GENERATION = Generation((1, 2), Sampling(0.7, 0.9, 16, 4, (3,)), vocab_size=5, padded_vocab_size=8)
 SCORING = Scoring((1, 2, 3), start=1, vocab_size=5, top_k=2, extra_ids=(0, 4))
@@ -47,3 +49,26 @@ def test_larger_requests_allow_larger_replies():
     more = replace(GENERATION, sampling=Sampling(num_samples=8))
     assert more.max_reply_bytes > GENERATION.max_reply_bytes
     assert replace(SCORING, top_k=9).max_reply_bytes > SCORING.max_reply_bytes
+
+
+def test_choices_of_experts_are_parsed_and_checked():
+    routing = Routing(num_layers=2, num_experts=300, per_token=2)
+    chosen = np.array([[[5, 299], [0, 1]], [[7, 8], [9, 2]], [[1, 0], [3, 4]]], dtype=np.int32)
+
+    def parse(array: np.ndarray, positions: int = 3):
+        encoded = base64.b64encode(array.tobytes()).decode()
+        return routing.parse(encoded, array.dtype, positions)
+
+    for dtype in (np.int32, np.uint16):
+        assert (parse(chosen.astype(dtype)) == chosen).all()
+        with pytest.raises(ValueError, match=r"outside 0 .. 299"):
+            parse((chosen + 1).astype(dtype))
+    with pytest.raises(ValueError, match=r"outside 0 .. 299"):
+        parse(chosen - 1)
+    with pytest.raises(ValueError, match="12 experts for 2 x 4 choices"):
+        parse(chosen, positions=2)
+    with pytest.raises(ValueError, match="chosen twice"):
+        parse(np.zeros_like(chosen))
+    for text in ("***", "é", "AAA"):
+        with pytest.raises(ValueError, match=r"[Bb]ase64|ASCII|padding"):
+            routing.parse(text, np.int32, 3)

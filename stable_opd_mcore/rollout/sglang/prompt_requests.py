@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.records import Rollout, Routing, SequenceScores
+from stable_opd_mcore.records import Rollout, SequenceScores
 from stable_opd_mcore.rollout.sglang.fleet import Member
 from stable_opd_mcore.rollout.unfinished import extended, is_finished
-from stable_opd_mcore.serving.requests import Completion, Generation
+from stable_opd_mcore.serving.requests import Completion, Generation, Routing
 
 Ask = Callable[[Sequence[int]], Future[SequenceScores]]  # gets a response's tokens
 
