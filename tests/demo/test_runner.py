@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from stable_opd_mcore.data.synthetic import SECOND_STOP, STOP, VOCABULARY
 from stable_opd_mcore.demo import runner
 from stable_opd_mcore.demo.recipe import Job, demo_jobs
 from stable_opd_mcore.train.oversight import measures
 
 pytestmark = pytest.mark.slow
 
+SWAPPED = ("model.embed_tokens.weight", "lm_head.weight")  # have rows of the stop tokens
 STEPS = 6  # a summary's window is five
 
 
@@ -85,3 +89,24 @@ def test_a_failed_run_is_named_with_its_error(tmp_path: Path):
     job = Job(name="seed0/student", directory=tmp_path / "student", swap_from=tmp_path / "absent")
     with pytest.raises(ValueError, match=r"run seed0/student failed: FileNotFoundError: .*absent"):
         runner.run_jobs([job])
+
+
+def test_only_the_rows_of_the_two_stop_tokens_are_exchanged_and_twice_gives_the_original(tmp_path):
+    model, once, twice = (tmp_path / name for name in ("model", "once", "twice"))
+    model.mkdir()
+    weights = {name: torch.randn(len(VOCABULARY), 4) for name in SWAPPED}
+    weights["model.norm.weight"] = torch.randn(4)
+    save_file(weights, model / runner.WEIGHTS)
+    (model / "config.json").write_text(json.dumps({"vocab_size": len(VOCABULARY)}))
+    runner.swap_stop_tokens(model, once)
+    runner.swap_stop_tokens(once, twice)
+    first, second = VOCABULARY.index(STOP), VOCABULARY.index(SECOND_STOP)
+    order = list(range(len(VOCABULARY)))
+    order[first], order[second] = second, first
+    swapped, original = load_file(once / runner.WEIGHTS), load_file(twice / runner.WEIGHTS)
+    assert swapped.keys() == original.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(swapped[name], tensor[order] if name in SWAPPED else tensor)
+        assert torch.equal(original[name], tensor)
+    assert (once / "config.json").read_text() == (model / "config.json").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "once", "twice"}  # no partial

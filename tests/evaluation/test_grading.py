@@ -260,13 +260,6 @@ def test_agreement_with_math_verify_on_published_pairs(grader):
     assert {verdict.failure for verdict in verdicts} == {None}
 
 
-def test_real_golds_are_found_in_their_own_box(grader):
-    for name in ("aime24", "aime25", "amc"):
-        lines = real_data(f"eval/{name}.jsonl").read_text().splitlines()
-        golds = [json.loads(line)["answer"] for line in lines]
-        assert all(right(grader, [GradingItem(f"\\boxed{{{gold}}}", gold) for gold in golds]))
-
-
 def test_workers_do_not_load_torch(grader):
     right(grader, [GradingItem(r"\boxed{1}", "1")])
     pid = grader._pool.schedule(os.getpid).result()

@@ -6,7 +6,7 @@ import pytest
 
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.preparation.openr1 import COLUMNS, Candidate, read_openr1
-from tests.preparation.make_openr1 import SCHEMA
+from tests.preparation.make_inputs import SCHEMA
 from tests.real_data import real_data
 
 

@@ -7,7 +7,7 @@ import pytest
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.preparation.options import find_files, require_columns
 from tests.hub_server import COMMIT, hub_server, use_hub
-from tests.preparation.runs import make_inputs, small_preparation
+from tests.preparation.make_inputs import make_inputs, small_preparation
 
 
 @pytest.fixture(scope="module")

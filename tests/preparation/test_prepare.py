@@ -13,8 +13,7 @@ from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.preparation import prepare
 from stable_opd_mcore.preparation.prepare import prepare_data, shuffled, split_rows
-from tests.preparation.make_openr1 import benchmark_text
-from tests.preparation.runs import NUM_ROWS, make_inputs, small_preparation
+from tests.preparation.make_inputs import NUM_ROWS, benchmark_text, make_inputs, small_preparation
 
 HASHES = {
     "openr1_dropped.jsonl": "dea434a0a41c5d49",

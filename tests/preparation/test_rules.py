@@ -7,7 +7,7 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.preparation.openr1 import Dropped
 from stable_opd_mcore.preparation.rules import Kept, Rules
-from tests.preparation.tokenizers import word_tokenizer
+from tests.preparation.make_inputs import word_tokenizer
 
 GSM8K = ColumnsConfig(problem="question", answer="answer", solution="answer")
 

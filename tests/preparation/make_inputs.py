@@ -1,4 +1,4 @@
-"""Synthetic shards with the columns of OpenR1-Math-220k, and what should become of each row."""
+"""Small preparations: shards like OpenR1-Math-220k's with what becomes of each row, a student."""
 
 import json
 import random
@@ -8,8 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
+from stable_opd_mcore.preparation.options import Preparation, preparation_of
 
 SCHEMA = pa.schema(
     [
@@ -123,3 +126,40 @@ def write_shards(folder: Path, rows: Sequence[dict[str, Any]], shards: int, grou
         table = pa.Table.from_pylist(list(rows[shard * size : (shard + 1) * size]), SCHEMA)
         name = f"train-{shard:05d}-of-{shards:05d}.parquet"
         pq.write_table(table, folder / name, row_group_size=group)
+
+
+def word_tokenizer(folder: Path) -> Path:
+    raw = Tokenizer(models.WordLevel({"?": 0, "<|im_end|>": 1}, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>")
+    backend.save_pretrained(str(folder))
+    return folder
+
+
+NUM_ROWS = 260
+
+
+def make_inputs(folder: Path) -> list[str]:
+    """Shards, benchmarks and a student in a folder; the reasons of the rows."""
+    rows, reasons = make_rows(NUM_ROWS)
+    write_shards(folder / "openr1", rows, shards=3, group=25)
+    write_benchmarks(folder / "benchmarks")
+    word_tokenizer(folder / "student")
+    return reasons
+
+
+def small_preparation(inputs: Path, directory: Path, **changes: Any) -> Preparation:
+    options: dict[str, Any] = {
+        "student": str(inputs / "student"),
+        "student_revision": None,
+        "recipe": "openr1",
+        "source": str(inputs / "openr1"),
+        "directory": directory,
+        "benchmarks": inputs / "benchmarks",
+        "revision": None,
+        "sft_rows": 100,
+        "max_tokens": 60,
+        "seed": 0,
+        "columns": {},
+    }
+    return preparation_of(**options | changes)
