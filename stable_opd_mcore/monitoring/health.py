@@ -75,13 +75,14 @@ def token_metrics(
     if not outputs:  # a pipeline stage before the last
         return Metrics
     pairs = zip(outputs, microbatches, strict=True)
-    keys, sums = zip(*(_token_sums(*pair, max_new_tokens, groups) for pair in pairs), strict=True)
-    numbers = OnHost(torch.stack(sums))
+    found = [_token_sums(*pair, max_new_tokens, groups) for pair in pairs]
+    (means, scalars), _ = found[0]  # the keys are the same in every micro-batch
+    numbers = OnHost(torch.stack([sums for _, sums in found]))
 
     def metrics() -> Metrics:
         total = Metrics()
         for of_batch in numbers.values().tolist():
-            total = total | _metrics_of(*keys[0], of_batch)
+            total = total | _metrics_of(means, scalars, of_batch)
         return total
 
     return metrics
