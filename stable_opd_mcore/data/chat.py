@@ -258,7 +258,8 @@ class Tokenizer:
             return self.render(messages, generation_prompt=True)
         if any(message["role"] == "assistant" for message in messages):
             raise DataError(
-                f"{self.path}: it has no chat template, which a conversation of several turns needs"
+                f"{self.path}: it has no chat template, which a conversation of several turns "
+                "needs; save one there as chat_template.jinja"
             )
         return "\n\n".join(message["content"] for message in messages)
 
@@ -292,7 +293,8 @@ class Tokenizer:
             )
         except Exception as error:  # a template is foreign code, which may raise anything
             raise DataError(
-                f"{self.path}: its chat template fails on {messages!s:.300}: {error}"
+                f"{self.path}: its chat template fails on {messages!s:.300}: {error}; "
+                "correct the template"
             ) from error
 
 
@@ -349,6 +351,6 @@ def _eos_of(path: Path) -> tuple[int, ...]:
     ids = eos if isinstance(eos, list) else [eos]
     if not all(token is None or type(token) is int for token in ids):
         raise DataError(
-            f"{path}: eos_token_id is {eos!s:.80}; expected a token id or a list of them"
+            f"{path}: eos_token_id is {eos!s:.80}; expected an id or a list of ids; correct it"
         )
     return tuple(token for token in ids if token is not None)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -69,6 +70,7 @@ def test_files_of_answers_and_traces_give_lengths(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(bench, "FITTED", {})
     monkeypatch.setattr("sys.argv", ["rollout_schedule", *files])
     monkeypatch.setattr(bench, "SCHEDULES", (Schedule(1),))
+    monkeypatch.setattr(bench, "compare", partial(compare, steps=8))
     bench.main()
     results = json.loads(out.read_text())
     assert [r["schedule"] for r in results["answers"]] == ["on-policy", "K=1"]

@@ -41,13 +41,12 @@ class Network:
         self.logs = [directory / host.name / "sglang/server_0.log" for host in self.servers]
 
     def settings(self, *overrides: str) -> tuple[str, ...]:
-        """The overrides of a run over these servers, with short time-outs."""
+        """The overrides of a run over these servers."""
         return (
             *external(*self.urls),
             f"rollout.sglang.api_key_file={self.key_file}",
             f"train.steps={STEPS}",
             *LARGER,
-            "stable_opd_mcore.serving.timeouts.HEALTH_INTERVAL=3",
             *overrides,
         )
 
@@ -103,7 +102,9 @@ def test_a_cable_pulled_out(tmp_path, network):
     for good: a clear error, and a checkpoint of all finished steps.
     """
     run = tmp_path / "cable"
-    settings = network.settings("checkpoint.every=0", "stable_opd_mcore.serving.timeouts.START=4")
+    timeouts = "stable_opd_mcore.serving.timeouts"
+    short = (f"{timeouts}.START=4", f"{timeouts}.HEALTH_INTERVAL=3")
+    settings = network.settings("checkpoint.every=0", *short)
     command = training_command(tmp_path, "cable", *settings)
     log = network.logs[1]
     with Process(network.trainers[0].command(*command), tmp_path / "output") as process:

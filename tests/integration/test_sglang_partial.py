@@ -152,7 +152,7 @@ def await_tokens(engine: SglangEngine, step: int, version: int) -> None:
         have = all(last.num_tokens and last.weight_version == version for last in newest)
         return all(gather_objects(have))
 
-    wait_until(all_have, f"tokens of version {version}", 60)
+    wait_until(all_have, f"tokens of version {version}")
 
 
 def so_far(engine: SglangEngine, step: int) -> list[Rollout]:

@@ -81,7 +81,7 @@ def server(world, chunks, tmp_path_factory) -> Iterator[SglangServer]:
     pid = server.pid
     assert pid is not None
     server.stop()
-    wait_until(lambda: not group_lives(pid), "its workers end with it", 20)
+    wait_until(lambda: not group_lives(pid), "its workers end with it")
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_served_teacher_equals_the_same_teacher_in_megatron(
         vocab_size=VOCABULARY,
         temperature=1.0,
         wanted=lambda _: theirs.wanted,
-        patience_seconds=20.0,
+        patience_seconds=120.0,
         progress=lambda: progress.append(1),
     )
     assert teacher.self_test(range(3, 60)) < 1e-3
@@ -204,7 +204,7 @@ def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path)
     def hold_back_the_first(body: bytes) -> bytes:
         if isinstance(json.loads(body), list) and next(sampled_prompts) % num_prompts == 0:
             enough = len(scored) + 16
-            wait_until(lambda: len(scored) >= enough, "16 finished responses are scored", 60)
+            wait_until(lambda: len(scored) >= enough, "16 finished responses are scored")
         return body
 
     def note_scores(body: bytes) -> bytes:
@@ -254,7 +254,7 @@ def _tokenizer_of_all_rows(directory: Path) -> Path:
 def test_a_teacher_of_a_larger_vocabulary_is_refused(server, world, key_file):
     """Its probabilities would be normalised over tokens that the student does not have."""
     config = TeacherConfig(engine="sglang", urls=(server.url,), api_key_file=key_file)
-    teacher = ServedTeacher(config, vocab_size=64, temperature=1.0, patience_seconds=20.0)
+    teacher = ServedTeacher(config, vocab_size=64, temperature=1.0, patience_seconds=120.0)
     with pytest.raises(ValueError, match=r"ids from 64 on.*teacher\.engine=megatron"):
         teacher.self_test(range(3, 60))
 
@@ -282,7 +282,7 @@ def test_each_source_has_its_teacher_which_reads_a_prompt_of_its_own(
             vocab_size=VOCABULARY,
             temperature=1.0,
             wanted=lambda _: Wanted(top_k=4),
-            patience_seconds=20.0,
+            patience_seconds=120.0,
             route_of={"code.jsonl": "coder"},
         )
         scored = _scored_by(served, samples)
@@ -341,4 +341,4 @@ def test_a_server_ends_with_its_owner(tmp_path, server):
     time.sleep(1.5)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    wait_until(lambda: not group_lives(pid), "the server ends", 60)
+    wait_until(lambda: not group_lives(pid), "the server ends")

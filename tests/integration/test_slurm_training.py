@@ -137,7 +137,7 @@ def test_a_hang_is_ended_and_a_crash_is_named(cluster, tmp_path):
 
     run.until_step(step + 1)
     run.signal_ranks(signal.SIGKILL, 1)
-    cluster.wait(job, {"FAILED"}, timeout=60)
+    cluster.wait(job, {"FAILED"}, PATIENCE_SECONDS)
     crash = run.verdicts()[1]
     assert (crash["verdict"], crash["rank"], crash["exit_code"]) == ("failed", 1, 137)
     assert crash["node"] == (run.logs / "attempt_1" / "ranks" / "rank_00001").read_text().strip()

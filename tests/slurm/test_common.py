@@ -72,7 +72,7 @@ def test_the_trainer_is_left_shortly_before_the_job_ends(tmp_path):
     }
     began = time.monotonic()
     told = run_function(tmp_path, 'touch "$ATTEMPT_DIR/server_0.given_up"; run_trainer', **programs)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 14
     assert "the trainer has not stopped 25 s before the end of the job" in told
 
 
@@ -81,7 +81,7 @@ def test_silent_nodes_are_probed_without_waiting_for_servers(tmp_path):
     server = "sleep 30 >/dev/null 2>&1 & server=$!"
     began = time.monotonic()
     run_function(tmp_path, f"{nodes}; {server}; probe_nodes; kill $server", srun=PROBE)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
     alive = sorted(path.name for path in (tmp_path / "attempt_0").glob("alive_*"))
     assert alive == ["alive_n2", "alive_n4"]
 
