@@ -13,6 +13,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from stable_opd_mcore.config.no_effect import refuse_without_effect
 from stable_opd_mcore.config.schema import (
     AdvantageConfig,
     Config,
@@ -118,18 +119,6 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
 
 
 _REFERENCE_NEEDS: dict[str, ScoresNeeded] = {"none": "none", "exact": "hidden"}
-_OF_ROLLOUTS = (
-    "aggregation",
-    "kl.beta",
-    "mixture.lambda",
-    "objective.masks",
-    "rollout.importance_correction",
-    "rollout.max_staleness",
-    "rollout.routing_replay",
-    "sampling.horizon_start",
-    "sampling.temperature",
-    "sampling.top_p",
-)
 
 
 LIKELIHOOD = Terms()  # for micro-batches that no other model scores
@@ -312,56 +301,11 @@ def _own_spec(settings: ObjectiveConfig) -> ObjectiveSpec:
 
 
 def _check(config: Config, spec: ObjectiveSpec) -> None:
-    """Refuse settings that cannot have an effect; a key at its default is never refused."""
+    """Refuse an objective without its teacher, and settings that cannot have an effect."""
     name = config.objective.name
     if spec.teacher != "none" and config.teacher is None:
         raise ConfigError(f"objective.name={name} needs a teacher: set teacher.path")
     used = {f"objective.{key}" for key in spec.settings}
     of_objectives = {f"objective.{key}" for each in OBJECTIVES.values() for key in each.settings}
     unused = dict.fromkeys(of_objectives - used, f"objective.name={name} has no use for it")
-    if name == "sft":
-        unused |= dict.fromkeys(_OF_ROLLOUTS, "objective.name=sft has no rollouts")
-    rollout = config.rollout
-    has_ratio = (
-        "train.minibatches > 1, or rollout.max_staleness > 0 without "
-        "rollout.importance_correction: the ratio is 1 otherwise",
-        config.train.minibatches > 1
-        or (rollout.max_staleness > 0 and rollout.importance_correction == "none"),
-    )
-    for key, needs, is_met in (
-        ("objective.jsd_beta", "objective.divergence=jsd", config.objective.divergence == "jsd"),
-        ("kl.estimator", "kl.beta > 0", config.largest_beta > 0),
-        ("reference.path", "kl.beta > 0", config.largest_beta > 0),
-        ("reference.update", "kl.beta > 0", config.largest_beta > 0),
-        ("fp8.reference", "kl.beta > 0", config.largest_beta > 0),
-        ("normaliser", "several sources in data.train", len(config.data.sources) > 1),
-        (
-            "optimizer.min_lr",
-            "optimizer.schedule=linear or cosine",
-            config.optimizer.schedule != "constant",
-        ),
-        ("reference.every", "reference.update=every", config.reference.update == "every"),
-        ("reference.decay", "reference.update=ema", config.reference.update == "ema"),
-        (
-            "rollout.importance_threshold",
-            "rollout.importance_correction",
-            rollout.importance_correction != "none",
-        ),
-        ("objective.clip", *has_ratio),
-        ("objective.advantage.policy", *has_ratio),
-    ):
-        if not is_met:
-            unused.setdefault(key, f"it needs {needs}")
-    defaults = Config.model_construct()
-    for key, reason in sorted(unused.items()):
-        value = _value(config, key)
-        if value != _value(defaults, key):
-            raise ConfigError(f"{key}={value} would have no effect: {reason}; drop it")
-
-
-def _value(config: Config, key: str) -> object:
-    """The value of a dotted key."""
-    value: object = config
-    for part in key.split("."):
-        value = getattr(value, "lambda_" if part == "lambda" else part)
-    return value
+    refuse_without_effect(config, unused)

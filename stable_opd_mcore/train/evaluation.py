@@ -34,9 +34,8 @@ from stable_opd_mcore.evaluation.results import (
 )
 from stable_opd_mcore.evaluation.store import ResponseStore
 from stable_opd_mcore.evaluation.table import markdown, markdown_table, results_table
-from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
+from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import DONE, REQUEUE
-from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.models.weights import weights_hash
 from stable_opd_mcore.monitoring.chosen_runs import evaluated_runs, seeds_together
@@ -56,11 +55,10 @@ from stable_opd_mcore.train.evaluated_model import EvaluatedModel, evaluated_con
 from stable_opd_mcore.train.oversight.signals import (
     Stopped,
     StopSignals,
-    clear_outcome,
     write_outcome,
 )
 from stable_opd_mcore.train.persistence.rollout_writer import write_together
-from stable_opd_mcore.train.persistence.run_directory import on_first_rank
+from stable_opd_mcore.train.persistence.run_directory import on_first_rank, take_directory
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.run_models import load_model
@@ -132,7 +130,7 @@ def evaluate_config(
         if limit is not None:
             model = replace(model, name=f"{model.name}_first_{limit}")
         config = evaluated_config(config, model)
-        on_first_rank(world, lambda: _take_directory(home, config.run.path, stack))
+        on_first_rank(world, lambda: take_directory(stack, config.run.path, home))
         tokenizer = load_tokenizer(config)
         problems = _problems(config, tokenizer, limit)
         chunks = load_model(config, world, config.student, tokenizer.vocab_size, trainable=False)
@@ -188,12 +186,6 @@ class Evaluation:
             "problems": _hash_of(problems.prompts),
         }
         return ResponseStore(self.config.run.files.responses / name, identity)
-
-
-def _take_directory(home: Path, directory: Path, stack: ExitStack) -> None:
-    with naming_disk_errors(home):
-        stack.enter_context(RunLock(directory))
-        clear_outcome(home)
 
 
 def _problems(config: Config, tokenizer: Tokenizer, limit: int | None) -> dict[str, Problems]:

@@ -15,9 +15,8 @@ from stable_opd_mcore.checks.checklist import check_config, refuse_errors
 from stable_opd_mcore.checks.output_directory import settings_changes
 from stable_opd_mcore.config.cold_start import after_cold_start, cold_start_config
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
+from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import DONE, REQUEUE, RunDirectory
-from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import Sinks, read_metrics
@@ -39,7 +38,6 @@ from stable_opd_mcore.train.oversight.signals import (
     Stopped,
     StopReason,
     StopSignals,
-    clear_outcome,
     write_outcome,
 )
 from stable_opd_mcore.train.oversight.terminal import Terminal
@@ -51,7 +49,11 @@ from stable_opd_mcore.train.persistence.checkpoint import (
     restore_replaced,
 )
 from stable_opd_mcore.train.persistence.rollout_writer import write_step
-from stable_opd_mcore.train.persistence.run_directory import keep_resolved, on_first_rank
+from stable_opd_mcore.train.persistence.run_directory import (
+    keep_resolved,
+    on_first_rank,
+    take_directory,
+)
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.token_values import write_token_values
@@ -95,7 +97,7 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
     stop = StopSignals(world.device)
     with ExitStack() as stack:
         stack.enter_context(stop)
-        on_first_rank(world, lambda: _take_directory(home, stack))
+        on_first_rank(world, lambda: take_directory(stack, home, home))
         minutes, stacks = config.fault.watchdog_minutes, config.run.files.stacks
         watchdog = Watchdog(minutes, stacks, world.rank)
         stack.enter_context(watchdog)
@@ -126,12 +128,6 @@ def _check(config: Config, world: World, show: bool, accept_changes: bool) -> No
     if show:
         print(report.without_errors(), file=sys.stderr, flush=True)
     refuse_errors(report)
-
-
-def _take_directory(home: Path, stack: ExitStack) -> None:
-    with naming_disk_errors(home):
-        stack.enter_context(RunLock(home))
-        clear_outcome(home)
 
 
 def _after_cold_start(config: Config, session: Session) -> Config:
@@ -169,8 +165,10 @@ def _train_phase(config: Config, session: Session) -> None:
             stack.callback(run.served_teacher.close)
         stack.callback(run.engine.close)
         stack.enter_context(run.grader)
-        sinks = stack.enter_context(_sinks(config, state)) if session.is_first_rank else None
+        first_row = state.step + 1 if state.step else 0  # row 0: the evaluation before training
+        sinks = Sinks(files.path, config, first_row) if session.is_first_rank else None
         if sinks is not None:
+            stack.enter_context(sinks)
             if changed:
                 sinks.write_event("settings_changed", state.step, {"changes": changed})
             keep_resolved(config)
@@ -265,11 +263,6 @@ def _save_if_due(
     config = run.config
     due = _due(state.step, config.checkpoint.every or config.train.steps, config)
     return _save(run, state, saver) if due or reason or is_collapsed(run, state) else None
-
-
-def _sinks(config: Config, state: TrainState) -> Sinks:
-    first_row = state.step + 1 if state.step else 0  # row 0 is the evaluation before training
-    return Sinks(config.run.path, config, first_row)
 
 
 def _save_without_servers(

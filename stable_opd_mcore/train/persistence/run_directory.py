@@ -6,14 +6,18 @@ refusal of changed settings (checks/output_directory.py), checkpoints, metrics.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 from stable_opd_mcore.checks.input_hashes import write_inputs
 from stable_opd_mcore.config.load import config_yaml
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
+from stable_opd_mcore.host.run_lock import RunLock
 from stable_opd_mcore.parallel.world import World, broadcast_object
+from stable_opd_mcore.train.oversight.signals import clear_outcome
 
 Result = TypeVar("Result")
 
@@ -30,6 +34,17 @@ def on_first_rank(world: World, function: Callable[[], Result]) -> Result:
     if isinstance(outcome, UserError):
         raise outcome
     return outcome
+
+
+def take_directory(stack: ExitStack, locked: Path, home: Path) -> None:
+    """Lock a directory until the stack ends, and remove the outcome of an earlier start in `home`.
+
+    Raises:
+        UserError: another process has it, or it cannot be written.
+    """
+    with naming_disk_errors(home):
+        stack.enter_context(RunLock(locked))
+        clear_outcome(home)
 
 
 def keep_resolved(config: Config) -> None:

@@ -1,0 +1,80 @@
+"""Refuse settings that other settings make useless: a run must not seem to use them.
+
+Loads without torch.
+"""
+
+from collections.abc import Mapping
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import ConfigError
+
+_OF_ROLLOUTS = (
+    "aggregation",
+    "kl.beta",
+    "mixture.lambda",
+    "objective.masks",
+    "rollout.importance_correction",
+    "rollout.max_staleness",
+    "rollout.routing_replay",
+    "sampling.horizon_start",
+    "sampling.temperature",
+    "sampling.top_p",
+)
+
+
+def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
+    """Refuse settings that cannot have an effect; a key at its default is never refused.
+
+    Args:
+        unused: dotted keys that the objective does not use, and why.
+
+    Raises:
+        ConfigError: names the first such key, its value, and why it has no effect.
+    """
+    reasons = dict(unused)
+    if config.objective.name == "sft":
+        reasons |= dict.fromkeys(_OF_ROLLOUTS, "objective.name=sft has no rollouts")
+    rollout = config.rollout
+    has_ratio = (
+        "train.minibatches > 1, or rollout.max_staleness > 0 without "
+        "rollout.importance_correction: the ratio is 1 otherwise",
+        config.train.minibatches > 1
+        or (rollout.max_staleness > 0 and rollout.importance_correction == "none"),
+    )
+    for key, needs, is_met in (
+        ("objective.jsd_beta", "objective.divergence=jsd", config.objective.divergence == "jsd"),
+        ("kl.estimator", "kl.beta > 0", config.largest_beta > 0),
+        ("reference.path", "kl.beta > 0", config.largest_beta > 0),
+        ("reference.update", "kl.beta > 0", config.largest_beta > 0),
+        ("fp8.reference", "kl.beta > 0", config.largest_beta > 0),
+        ("normaliser", "several sources in data.train", len(config.data.sources) > 1),
+        (
+            "optimizer.min_lr",
+            "optimizer.schedule=linear or cosine",
+            config.optimizer.schedule != "constant",
+        ),
+        ("reference.every", "reference.update=every", config.reference.update == "every"),
+        ("reference.decay", "reference.update=ema", config.reference.update == "ema"),
+        (
+            "rollout.importance_threshold",
+            "rollout.importance_correction",
+            rollout.importance_correction != "none",
+        ),
+        ("objective.clip", *has_ratio),
+        ("objective.advantage.policy", *has_ratio),
+    ):
+        if not is_met:
+            reasons.setdefault(key, f"it needs {needs}")
+    defaults = Config.model_construct()
+    for key, reason in sorted(reasons.items()):
+        value = _value(config, key)
+        if value != _value(defaults, key):
+            raise ConfigError(f"{key}={value} would have no effect: {reason}; drop it")
+
+
+def _value(config: Config, key: str) -> object:
+    """The value of a dotted key."""
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, "lambda_" if part == "lambda" else part)
+    return value
