@@ -52,8 +52,8 @@ def with_download(config: Config, role: str) -> Config:
         return config
     if model.revision is None:
         raise UserError(
-            f"{role}.path={model.path}: no such directory here, and no commit to download it from "
-            f"the hub, whose newest one may change under a run: set {role}.revision"
+            f"{role}.path={model.path}: no such directory here, and no commit to download from the "
+            f"hub: set {role}.path to a directory, or {role}.revision to a commit"
         )
     folder, _ = download(model.path, "model", MODEL_FILES, model.revision)
     return config.model_copy(update={role: model.model_copy(update={"path": str(folder)})})

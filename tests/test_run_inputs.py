@@ -83,7 +83,7 @@ def test_a_path_that_is_no_model_directory_is_refused_with_what_is_expected(tmp_
 
 def test_a_hub_id_needs_its_commit(tmp_path):
     student = {"path": "me/model", "architecture": None}
-    with pytest.raises(UserError, match=r"student\.path=me/model: .*needs student\.revision"):
+    with pytest.raises(UserError, match=r"student\.path=me/model: .*student\.revision to a com"):
         with_downloads(tiny_config(tmp_path, "run", student=student))
     with pytest.raises(UserError, match=r"student\.revision"):
         tiny_config(tmp_path, "run", student=student | {"revision": "main"})

@@ -27,17 +27,14 @@ class Software:
     on_gpu: bool
 
     @property
-    def adam(self) -> Provider:
-        """Megatron's choice (megatron/core/optimizer/__init__.py); on a CPU it is torch's."""
-        if not self.on_gpu:
-            return "torch"
-        if self.transformer_engine:
-            return "Transformer Engine"
-        return "apex" if self.apex_is_nvidias else "torch"
-
-    @property
     def norms(self) -> Provider:
         return "Transformer Engine" if self.on_gpu and self.transformer_engine else "torch"
+
+    @property
+    def adam(self) -> Provider:
+        """Megatron's choice (megatron/core/optimizer/__init__.py); on a CPU it is torch's."""
+        takes_apex = self.on_gpu and not self.transformer_engine and self.apex_is_nvidias
+        return "apex" if takes_apex else self.norms
 
     def line(self) -> str:
         where = "on a GPU" if self.on_gpu else "on a CPU"
