@@ -16,7 +16,6 @@ import resource
 import signal
 import threading
 import traceback
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -57,8 +56,8 @@ class Worker:
     def __init__(self, channel: Connection, num_files: int) -> None:
         self._channel = channel
         self._answers: queue.SimpleQueue[tuple[int | None, Any]] = queue.SimpleQueue()
-        self._tasks: dict[int, asyncio.Task[Any]] = {}  # by number of the request
-        self._of_client: defaultdict[int, set[int]] = defaultdict(set)  # its requests' numbers
+        # the client and the task of each request, by its number
+        self._tasks: dict[int, tuple[int, asyncio.Task[Any]]] = {}
         self._closed: set[int] = set()  # clients
         self._connections = asyncio.Semaphore(num_files - _OTHER_FILES)
         self._connecting = asyncio.Semaphore(_MAX_CONNECTING)
@@ -107,22 +106,22 @@ class Worker:
         """Fulfil a request after a delay."""
         work = self._fulfil(server, request, timeout_seconds, delay_seconds)
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks[number] = task
-        self._of_client[client].add(number)
-        task.add_done_callback(partial(self._answer, number, client, server.url))
+        self._tasks[number] = client, task
+        task.add_done_callback(partial(self._answer, number, server.url))
         if client in self._closed:
             task.cancel()
 
     def cancel(self, number: int) -> None:
         """Nobody waits for this request any more."""
-        if (task := self._tasks.get(number)) is not None:
-            task.cancel()
+        if number in self._tasks:
+            self._tasks[number][1].cancel()
 
     def close(self, client: int) -> None:
         """Fail the client's requests, also those that come later, as unreachable."""
         self._closed.add(client)
-        for number in self._of_client[client]:
-            self._tasks[number].cancel()
+        for owner, task in self._tasks.values():
+            if owner == client:
+                task.cancel()
 
     def use_tokenizer(self, content: str) -> None:
         """Decode the responses that end from now on by this tokenizer.json."""
@@ -130,9 +129,8 @@ class Worker:
 
     # ---- one request
 
-    def _answer(self, number: int, client: int, url: str, task: asyncio.Task[Any]) -> None:
+    def _answer(self, number: int, url: str, task: asyncio.Task[Any]) -> None:
         del self._tasks[number]
-        self._of_client[client].discard(number)
         if task.cancelled():
             result = ServerFailure(url, "unreachable", "the client is closed")
         elif (error := task.exception()) is None:

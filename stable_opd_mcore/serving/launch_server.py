@@ -42,13 +42,6 @@ def end_group() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    # Megatron needs 1. A server would start with it too, and its streams would wait for each other.
-    # SGLang sets another number for its workers, which import this file but do not call main.
-    if "CUDA_DEVICE_MAX_CONNECTIONS" in os.environ:
-        sys.exit(
-            "CUDA_DEVICE_MAX_CONNECTIONS is the trainer's: start servers by serving/process.py"
-        )
-
     owned = arguments[:1] == ["--owner-pid"]
     if owned:
         owner, arguments = int(arguments[1]), arguments[2:]

@@ -156,14 +156,8 @@ class ServedTeacher:
             wait_for(replies, return_when=FIRST_EXCEPTION)
         finally:
             self._waits_since = None
-        found: list[SequenceScores | None] = [None] * len(replies)
-        for place, reply in enumerate(replies):
-            if reply.done():
-                try:
-                    found[place] = reply.result()
-                except TeacherLost:
-                    continue
-        return found
+        lost = [not reply.done() or isinstance(reply.exception(), TeacherLost) for reply in replies]
+        return [None if is_lost else r.result() for r, is_lost in zip(replies, lost, strict=True)]
 
     def close(self) -> None:
         """Ask for nothing more. Requests in flight fail."""

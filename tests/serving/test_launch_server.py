@@ -45,18 +45,3 @@ def test_a_gpu_server_finds_nothing_of_ours_and_ends_with_its_application(tmp_pa
     assert str(PROGRAM.parent) not in found["path"]
     assert found["loaded"] == []
     assert found["key"] == "'(not printed)'"
-
-
-def test_a_server_refuses_the_one_cuda_queue_that_megatron_needs():
-    command = launch_command(ServerOptions(sys.executable, "m", device="cuda"), 1, os.getpid())
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "CUDA_DEVICE_MAX_CONNECTIONS is the trainer's" in done.stderr
-
-
-def test_the_workers_of_a_server_have_the_queues_that_sglang_gives_them():
-    """They are spawned, and import the program under this name."""
-    code = f"import runpy; runpy.run_path({str(PROGRAM)!r}, run_name='__mp_main__')"
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
