@@ -125,11 +125,7 @@ class Metrics(Mapping[str, Metric]):
         return len(self._items)
 
     def __or__(self, other: Metrics) -> Metrics:
-        """Merge.
-
-        Raises:
-            ValueError: one key holds two kinds (a mean here, a sum there), or a `Same` differs.
-        """
+        """Merge; a ValueError if a key holds two kinds (a mean and a sum), or a `Same` differs."""
         merged = dict(self._items)
         for key, metric in other.items():
             merged[key] = _add(key, merged[key], metric) if key in merged else metric

@@ -89,10 +89,7 @@ class Job:
 
 
 def demo_jobs(directory: Path, num_seeds: int = 1) -> list[Job]:
-    """All runs below `directory` with seeds 0 .. num_seeds-1: the models, then the arms.
-
-    Each seed has its own teacher and student.
-    """
+    """All runs below `directory` with seeds 0 .. num_seeds-1: each seed's models, then the arms."""
     models: list[Job] = []
     arms: list[Job] = []
     for seed in range(num_seeds):
@@ -139,7 +136,6 @@ def _supervised(directory: Path, name: str, seed: int) -> Job:
 
 
 def _arm(directory: Path, arm: str, student: Job, teacher: Job, seed: int) -> Job:
-    """One arm. Arms differ only in their settings in ARMS."""
     home = directory / f"seed{seed}" / COLLAPSE
     changes = {
         "run": {"name": arm, "directory": str(home)},

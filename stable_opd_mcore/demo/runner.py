@@ -50,9 +50,6 @@ GUARD_LOGGER = (
 def run_demo(directory: Path, num_seeds: int = 1) -> None:
     """Run all arms with seeds 0 .. num_seeds-1, write summary.json and report.html, print a table.
 
-    Args:
-        directory: of all runs and files. Finished runs in it are kept.
-
     Raises:
         UserError: a run failed, or the directory holds runs with other settings.
     """
@@ -177,10 +174,7 @@ def _has_same_settings(job: Job) -> bool:
 
 
 def _work(job: Job) -> None:
-    """Do one job in a worker process.
-
-    Warnings of a run's guard are in its metrics.jsonl and the report; they do not disturb the bars.
-    """
+    """Do one job in a worker process; a guard's warnings must not disturb the bars."""
     logging.getLogger(GUARD_LOGGER).setLevel(logging.ERROR)
     if job.swap_from is not None:
         swap_stop_tokens(job.swap_from, job.model)
@@ -192,10 +186,7 @@ def _work(job: Job) -> None:
 
 
 def swap_stop_tokens(source: Path, target: Path) -> None:
-    """Write `source` to `target` atomically, with the rows of the two stop tokens exchanged.
-
-    The rows are exchanged in the embedding and in the output head.
-    """
+    """Copy a model, with the two stop tokens' rows of embedding and output head exchanged."""
     from safetensors.torch import load_file
 
     weights = load_file(source / WEIGHTS)

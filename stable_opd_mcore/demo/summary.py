@@ -27,8 +27,6 @@ _COLUMNS = {  # heading -> field of the outcome
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """An arm of one seed with its outcome."""
-
     arm: str
     seed: int
     outcome: Outcome
@@ -39,7 +37,6 @@ class ArmSummary:
 
 
 def summarise(job: Job) -> ArmSummary:
-    """The summary of a finished arm."""
     assert job.arm is not None
     rows = read_metrics(RunDirectory(job.directory).metrics)
     return ArmSummary(job.arm, job.seed, outcome(rows))

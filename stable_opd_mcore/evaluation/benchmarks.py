@@ -16,8 +16,6 @@ from stable_opd_mcore.errors import DataError
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One data set on the hub."""
-
     hub_id: str
     split: str
     num_samples: int  # k of avg@k; 1 is pass@1
@@ -61,8 +59,7 @@ def load_benchmark(
 ) -> list[Row]:
     """The rows of a benchmark, without golden solutions and with corrected gold answers.
 
-    Args:
-        directory: holds its file; None reads the hub.
+    They are read from its file in `directory`, or from the hub.
 
     Raises:
         DataError: unknown name, no file of that name in the directory, or bad rows.

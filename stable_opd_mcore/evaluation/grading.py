@@ -3,7 +3,7 @@
 math-verify passes model output to sympy, which may run for hours or use all memory; a user's
 function may do anything. So both run in processes that can be killed: an item that exceeds its time
 counts as wrong, and its worker is replaced. Workers are spawned; a fork would hold the trainer's
-device and process groups. Not here: what a worker does (grading_worker.py).
+device and process groups.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ _NO_REWARDS: Rewards = {}
 
 @dataclass(frozen=True)
 class GradingItem:
-    """One response and its gold answer."""
-
     response: str  # without its stop token
     gold: str
     answer_format: AnswerFormat = "boxed"
@@ -132,9 +130,8 @@ class Grader:
         """The rollouts with rewards: those of the user's function, which sees the rows' columns; or
         1.0 and 0.0, and None without a gold answer.
 
-        Args:
-            by_source: whether the function of a source judges its prompts. Not for held-out ones:
-                their file may have the name of a source.
+        With `by_source` the function of a source judges its prompts. Not for held-out ones: their
+        file may have the name of a source.
         """
         items = {place: self._item(rollout, by_source) for place, rollout in enumerate(rollouts)}
         graded = {place: item for place, item in items.items() if item is not None}
@@ -161,12 +158,11 @@ class Grader:
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self._pool is None or not self._pool.active:  # not active: a worker died while idle
             self.close()
-            context = multiprocessing.get_context("spawn")
             self._pool = ProcessPool(
                 self._num_workers,
                 initializer=start_worker,
                 initargs=(dict(self.rewards),),
-                context=context,
+                context=multiprocessing.get_context("spawn"),
             )
         limit = self.timeout_seconds
         arguments = (*arguments, 2 * limit + 10)  # an orphan ends itself then

@@ -39,8 +39,6 @@ _Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class FileGradingSettings:
-    """How to grade and measure the rows of files."""
-
     columns: Columns = field(default_factory=Columns)  # None: look for the usual names
     tokenizer: str | None = None  # model directory; makes the token ids of rows that have none
     max_length: int | None = None  # length budget, in tokens, or in characters without tokens
@@ -55,7 +53,6 @@ class FileGradingSettings:
 
     @property
     def unit(self) -> str:
-        """The unit of lengths."""
         has_tokens = self.columns.tokens is not None or self.tokenizer is not None
         return "tokens" if has_tokens else "characters"
 
@@ -93,16 +90,12 @@ def default_output(paths: Sequence[Path]) -> Path:
 def grade_files(paths: Sequence[Path], output: Path, settings: FileGradingSettings) -> _Record:
     """Grade the rows of `paths`; write `output`/verdicts.jsonl and `output`/summary.json.
 
-    Both replace earlier ones when all rows are graded. Each of several files is a group, unless the
-    settings name a column of groups.
-
-    The files have the same columns; STANDARD_INPUT may be one of them.
+    Both replace earlier ones when all rows are graded. The files have the same columns;
+    STANDARD_INPUT may be one of them. Each of several files is a group, unless the settings name a
+    column of groups. Returns what summary.json holds: `settings`, and the numbers of `summarise`.
 
     Raises:
         UserError: no such file, no column for the response, no room in `output`.
-
-    Returns:
-        What summary.json holds: `settings`, and the numbers of `summarise`.
     """
     verdicts = output / "verdicts.jsonl"
     for path in paths:
@@ -138,7 +131,6 @@ def _require_file(path: Path, verdicts: Path) -> None:
 def _columns_and_lines(
     path: Path, name: str, given: Columns
 ) -> tuple[Columns, Iterator[bytes | None]]:
-    """The columns of the file, and all of its lines."""
     if path != STANDARD_INPUT:
         return find_columns(_lines(path), name, given), _lines(path)
     head, lines = tee(_lines(path))
@@ -156,10 +148,7 @@ def _lines(path: Path) -> Iterator[bytes | None]:
 def _write_verdicts(
     file: BinaryIO, grader: Grader, rows: Iterator[tuple[_Record, GradingItem | None]]
 ) -> Iterator[_Record]:
-    """The record of each row with its verdict, written, in the order of the rows.
-
-    Holds the rows that are being graded, and those that were graded before their turn.
-    """
+    """The record of each row with its verdict, written, in the order of the rows."""
     rows, for_grader = tee(rows)
     verdicts = grader.grade(item or _NO_GOLD for _, item in for_grader)
     for verdict, (record, item) in zip(verdicts, rows, strict=True):

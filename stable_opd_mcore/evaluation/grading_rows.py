@@ -111,7 +111,6 @@ class ResponseRow(BaseModel):
     opens_thinking: bool = False
 
     def item(self, stopped: bool) -> GradingItem | None:
-        """The response and its gold answer; None without one."""
         if self.gold is None:
             return None
         return GradingItem(
@@ -157,9 +156,7 @@ def find_columns(lines: Iterable[bytes | None], name: str, given: Columns) -> Co
 
 
 def read_lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """Each line, empty ones included; None for one above MAX_LINE_BYTES. A byte order mark is
-    dropped. Memory holds one line.
-    """
+    """Each line without a byte order mark, empty ones included; None for a longer one."""
     mark = _BYTE_ORDER_MARK
     while line := file.readline(MAX_LINE_BYTES):
         too_long = len(line) == MAX_LINE_BYTES and not line.endswith(b"\n")
@@ -170,11 +167,7 @@ def read_lines(file: BinaryIO) -> Iterator[bytes | None]:
 
 
 def parse_row(line: bytes | None, columns: Columns) -> ResponseRow:
-    """The row of a line.
-
-    Raises:
-        RowError: the row is refused; the message is printable and says why.
-    """
+    """The row of a line; a RowError with a printable message says why it is refused."""
     record = _parse(line)
     names: dict[str, str] = {role: name for role, name in asdict(columns).items() if name}
     values = {role: _look_up(record, name) for role, name in names.items()}

@@ -129,10 +129,8 @@ def start_worker(rewards: Mapping[str, UserFunction | None]) -> None:
     """Import and warm up before the first item's time limit starts.
 
     SIGTERM is ignored: Slurm sends it to every process of a job step, and the trainer still
-    finishes its training step.
-
-    Args:
-        rewards: the user's functions by name; None where a response is compared with its answer.
+    finishes its training step. `rewards` holds the user's functions by name; None where a response
+    is compared with its answer.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.simplefilter("ignore")
@@ -176,9 +174,8 @@ def rewarded(
 def graded(response: str, gold: str, orphan_seconds: float) -> bool:
     """`is_right`; the process ends with the first error, and its memory with it.
 
-    Args:
-        orphan_seconds: an alarm ends the process after so long, in C code too: its owner, which
-            keeps the time limit, must be gone.
+    After `orphan_seconds` an alarm ends the process, in C code too: its owner, which keeps the time
+    limit, must be gone.
     """
     signal.setitimer(signal.ITIMER_REAL, orphan_seconds)
     try:

@@ -1,9 +1,5 @@
 """The responses of one evaluation, on disk: parts of a fixed number of problems.
 
-    store = ResponseStore(directory, identity)
-    for part in range(store.open(), num_parts): ...write_together(store.path(part), ...)
-    for rollout in store.rollouts(): ...
-
 A part is written whole when all of its responses are graded. An evaluation that was killed
 continues after its last part. The parts do not depend on the number of ranks, so the files are the
 same however often it was killed.

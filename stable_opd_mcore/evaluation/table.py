@@ -52,12 +52,7 @@ def _numbers(name: str, result: BenchmarkResult) -> dict[str, str]:
 
 
 def markdown(title: str, about: Sequence[str], results: Results) -> str:
-    """A page: what was evaluated, the papers' table, and the numbers of each benchmark.
-
-    Args:
-        title: the model's name.
-        about: lines that say which weights and which settings.
-    """
+    """A page: the model's name, lines about it, the papers' table, and each benchmark's numbers."""
     heading = ["", *COLUMNS.values(), "Avg", "source"]
     ours = [f"**{title}**", *_cells(results), "this evaluation"]
     lines = [f"# {title}", "", *[f"- {line}" for line in about], ""]

@@ -1,7 +1,4 @@
-"""Write a file or a directory completely or not at all, even if the writer is killed.
-
-Not here: checkpoints, which all ranks write together (train/persistence/checkpoint.py).
-"""
+"""Write a file or a directory completely or not at all, even if the writer is killed."""
 
 import errno
 import logging
@@ -79,11 +76,7 @@ def require_new_directory(path: Path) -> None:
 def naming_disk_errors(
     directory: Path, needed_bytes: int = 0, setting: str = "run.directory"
 ) -> Iterator[None]:
-    """Turn the errors of a full, read-only or forbidden disk into a UserError naming it.
-
-    Args:
-        setting: what chooses the directory, for the remedy.
-    """
+    """Turn errors of a full, read-only or forbidden disk into a UserError that names `setting`."""
     try:
         yield
     except OSError as error:

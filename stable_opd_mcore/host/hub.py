@@ -37,9 +37,7 @@ def download(
 ) -> tuple[Path, str]:
     """Download the files of one commit into the hub's cache; the folder and the commit.
 
-    Args:
-        files: globs.
-        revision: a commit, branch or tag; None: the newest commit.
+    `files` are globs. A revision is a commit, branch or tag; None is the newest commit.
 
     Raises:
         UserError: no such repository, revision or file, or no network.

@@ -25,20 +25,13 @@ def require_size(path: Path, limit_bytes: int, remedy: str = "download it again"
 def read_json_object(
     path: Path, limit_bytes: int = 16 * MIB, remedy: str = "download it again"
 ) -> dict[str, Any]:
-    """
-    Raises:
-        DataError: too large, not readable, no JSON text, or no object in it.
-    """
+    """The object in a file; a DataError if the file is too large or holds anything else."""
     require_size(path, limit_bytes, remedy)
     return _object(path.read_bytes(), str(path), remedy)
 
 
 def object_in_line(line: bytes | str, place: str) -> dict[str, Any]:
-    """The object in a line of JSON Lines; `place` is its file and number.
-
-    Raises:
-        DataError: no JSON text, or no object in it.
-    """
+    """The object in the line at `place` (file and number); a DataError if it is anything else."""
     return _object(line, place, "every line must be one object, complete, in UTF-8")
 
 

@@ -16,9 +16,7 @@ _GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def address_towards(host: str) -> str:
-    """This machine's source address for packets to `host`, which may be this machine.
-
-    Nothing is sent.
+    """This machine's source address for packets to `host`, which may be itself; sends nothing.
 
     Raises:
         OSError: there is no route to `host`, or its name is unknown.

@@ -1,7 +1,4 @@
-"""Where the files of a run are. Every name in a run's directory is here.
-
-Loads without torch. Not here: what the files hold, and names inside a model's or server's folder.
-"""
+"""Where the files of a run are: every name in its directory, but none in a model's or server's."""
 
 from pathlib import Path
 
@@ -39,11 +36,9 @@ class RunDirectory:
         self.stacks = self.path / "stacks"  # of ranks that hang
 
     def checkpoint(self, step: int) -> Path:
-        """The checkpoint after `step`."""
         return self.checkpoints / checkpoint_name(step)
 
     def rollouts(self, step: int) -> Path:
-        """The rollouts of a training step."""
         return self.path / "rollouts" / f"step_{step:06d}.jsonl"
 
     def tokens(self, step: int) -> Path:

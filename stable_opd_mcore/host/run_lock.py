@@ -97,15 +97,12 @@ def in_use(run_directory: Path, holder: OwnerRecord | None) -> UserError:
 
 
 def is_here(holder: OwnerRecord) -> bool:
-    """Whether the holder runs on this machine."""
     return holder.hostname.partition("?")[0] == socket.gethostname()  # "?": a container's number
 
 
 def heartbeat(path: Path) -> float | None:
-    """The modification time of a lock; None where there is none. Opened first: NFS then asks its
-    server.
-    """
-    try:
+    """The modification time of a lock; None where there is none."""
+    try:  # a file that is opened first makes NFS ask its server
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:

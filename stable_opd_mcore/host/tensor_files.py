@@ -1,7 +1,6 @@
 """Write tensors as safetensors, readable by whoever may read the folder.
 
-safetensors makes its files 0600, and other users' servers and evaluations read weights, too. Not
-here: which tensors a model has (models/tensors.py).
+safetensors makes its files 0600, and other users' servers and evaluations read weights, too.
 """
 
 from __future__ import annotations

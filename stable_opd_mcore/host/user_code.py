@@ -32,7 +32,6 @@ class UserFunction:
         return _imported(self.path, self.source)
 
     def load(self) -> Callable[..., Any]:
-        """The function itself."""
         return vars(self.module())[self.name]
 
 
@@ -51,11 +50,7 @@ def is_user_function(name: str) -> bool:
 
 
 def read_user_function(named: str, parameters: Sequence[str]) -> UserFunction:
-    """The function that a setting names, imported once.
-
-    Args:
-        named: `path/to/file.py:function`, relative to the working directory.
-        parameters: what it is called with, in order.
+    """The function that a setting names, imported once; `parameters` are its arguments, in order.
 
     Raises:
         ConfigError: no such file or function, a file that fails, or other parameters.

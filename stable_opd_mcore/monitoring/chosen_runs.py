@@ -32,22 +32,15 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
 
 @dataclass(frozen=True)
 class ReportRun:
-    """A run with its label in the report.
-
-    Runs with one label (the seeds of an arm) share a colour and a legend entry. The name, which
-    tables and the reader show, is an end of the directory's path that no other run of the report
-    has.
-    """
+    """A run; those with one label (the seeds of an arm) share a colour and a legend entry."""
 
     directory: Path
     label: str
-    name: str = ""
+    name: str = ""  # an end of the directory's path that no other run of the report has
 
 
 @dataclass(frozen=True)
 class WrittenRun:
-    """What a run has written so far."""
-
     run: ReportRun
     rows: list[Row]
     events: list[dict[str, Any]]

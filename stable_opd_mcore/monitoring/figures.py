@@ -31,8 +31,6 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels that stand together under one title; each is a metric over steps."""
-
     title: str
     caption: str
     panels: dict[str, str]  # metric -> the panel's title
@@ -59,11 +57,8 @@ def plot_data(
     a curve per run that has values. A curve has its run's place in `runs`, the place of its steps
     in the steps, which most curves share, values, the `window` of the trailing mean to plot, 1 for
     none, and `faint`: single points are plotted behind the mean. The mean over the runs of an arm
-    is a curve with `mean`, of its first run.
-
-    Args:
-        runs: the rows of each run.
-        arms: of each run; runs of one arm are its seeds. Empty: each run is an arm.
+    is a curve with `mean`, of its first run. `arms` holds the arm of each run, whose runs are its
+    seeds; if it is empty, each run is an arm.
     """
     figures: list[dict[str, Any]] = []
     steps: dict[tuple[int, ...], int] = {}

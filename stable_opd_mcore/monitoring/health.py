@@ -60,13 +60,9 @@ def token_metrics(
     loss tensor in place. A mean is None if no micro-batch has its values (no teacher, no
     reference, an objective without advantages).
 
-    Args:
-        groups: key -> which samples of this rank, by MicroBatch.sample_index_N; "<key>/kl" is their
-            KL to the teacher.
-
-    Returns:
-        A function that gives the metrics. Where it is called after the host has waited for the
-        device, it does not wait again.
+    `groups` has for each key which samples of this rank, by MicroBatch.sample_index_N, belong to
+    it; "<key>/kl" is their KL to the teacher. The function that is returned gives the metrics. It
+    does not wait for the device if the host has waited since.
     """
     import torch
 

@@ -9,7 +9,7 @@ A metric is compared with its own past (docs/method.md §9): the mean of the las
 against a mean that follows slowly. Its excess must be larger than the detector's least change and
 than the metric's noise. Symptoms without damage are drift: truncation also rises to .4 to .8 in
 healthy runs, and falls again. Damage is truncation near its ceiling, or its rise together with
-loops or with worse answers. All of it is pure functions of plain numbers.
+loops or with worse answers.
 """
 
 import math
@@ -97,9 +97,8 @@ def symptoms(watched: Mapping[str, Series]) -> list[Symptom]:
         if len(series.recent) < _window(name) or series.learnt < wanted:
             continue
         recent = math.fsum(series.recent) / len(series.recent)
-        least = max(detector.absolute, detector.relative * abs(series.normal))
         noise = NOISE * math.sqrt(series.variance / len(series.recent))
-        change = max(least, noise)
+        change = max(detector.absolute, detector.relative * abs(series.normal), noise)
         bound = series.normal + (change if detector.worse == "higher" else -change)
         if name == TRUNCATION and series.start <= SMALL_BUDGET:
             bound = min(bound, CEILING)

@@ -1,8 +1,4 @@
-"""What came out of a run: accuracy, truncation, repetition, the first damage.
-
-All of it is computed from the rows of metrics.jsonl, the same for the report, the live view and the
-demo's summary.
-"""
+"""What came out of a run, by its metrics: accuracy, truncation, repetition, the first damage."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +30,6 @@ class Outcome:
 
 
 def outcome(rows: Sequence[Row]) -> Outcome:
-    """The outcome of a run with these rows."""
     accuracy = defined(rows, "eval/accuracy") or defined(rows, "rollout/accuracy") or [math.nan]
     greedy = defined(rows, "eval_greedy/accuracy") or [math.nan]
     truncation, repetition = _rates(rows, "truncation_rate"), _rates(rows, "repetition_rate")
@@ -71,10 +66,7 @@ def window_means(numbers: Sequence[float], window: int = WINDOW) -> list[float]:
 
 
 def first_damage(rows: Sequence[Row]) -> tuple[int, list[Symptom]] | None:
-    """The first step after which the guard finds damage, and its symptoms; None if never.
-
-    None within the first onset.BASELINE steps. The detectors: docs/guard.md.
-    """
+    """The first step after which the guard finds damage (docs/guard.md), with its symptoms."""
     watched: dict[str, Series] = {}
     for row in rows:
         watched = observe(watched, row)

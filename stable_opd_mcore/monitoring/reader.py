@@ -75,10 +75,7 @@ def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None
 def detail(
     rollout: Rollout, stored: Iterable[TokenText], repeats: int, limits: Limits
 ) -> dict[str, Any]:
-    """The texts of a rollout and, if its tokens are `stored`, their pieces and values.
-
-    The rollout ends in a loop of `repeats` tokens.
-    """
+    """Texts of a rollout that ends in a loop of `repeats` tokens; its tokens if they are stored."""
     key = (rollout.prompt.prompt_id, rollout.sample_index)
     found = (one for one in stored if (one.prompt_id, one.sample_index) == key)
     tokens = next((one for one in found if len(one.pieces) == len(rollout.token_ids)), None)
@@ -164,9 +161,7 @@ def _records(written: WrittenRun, run: int, step: int) -> list[dict[str, Any]]:
 
 
 def _chosen_steps(steps: Sequence[int], rows: Sequence[Row], limit: int) -> list[int]:
-    """At most `limit` of the stored steps, in order: the last, the first, the worst, then ever
-    finer.
-    """
+    """At most `limit` of the steps: the last, the first, the worst, then ever finer ones."""
     if len(steps) <= limit:
         return list(steps)
     rates = ("rollout/repetition_rate", "rollout/truncation_rate")

@@ -2,10 +2,8 @@
 
     write_report(["runs/opd", "runs/stable_opd"], "report.html")
 
-The page holds the paper's Figures 2-4 and the other curves with the runs' events marked, a table of
-outcomes, benchmark results, the settings that differ between the runs, and a reader of rollouts. It
-needs no other file, and its security policy forbids every request. All text from the runs is
-escaped. `live_page` makes the page of the live view, which asks its own server (watch.py).
+The page needs no other file, and its security policy forbids every request. All text from the runs
+is escaped. `live_page` makes the page of the live view, which asks its own server (watch.py).
 """
 
 import json
@@ -91,7 +89,6 @@ def _page_values(
     title: str | None = None,
     caption: str = "",
 ) -> dict[str, Any]:
-    """The template's values, without rollouts."""
     labels = list(dict.fromkeys(run.label for run in runs))
     more = len(labels) - MAX_NAMES
     names = ", ".join(labels[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

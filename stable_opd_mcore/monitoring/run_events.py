@@ -17,10 +17,7 @@ ARROW = "\N{RIGHTWARDS ARROW}"
 
 
 def marks(events: Sequence[Mapping[str, Any]], run: int) -> list[dict[str, Any]]:
-    """One record per event of the `run`-th run: run, step, title, lines.
-
-    The title is the event's name with its "action", if it has one.
-    """
+    """One record per event of the `run`-th run: run, step, title, lines."""
     return [
         {"run": run, "step": event["after_step"], "title": _title(event), "lines": _lines(event)}
         for event in events
@@ -47,7 +44,6 @@ def _lines(event: Mapping[str, Any]) -> list[str]:
 
 
 def _text(value: Any, separator: str = "; ", depth: int = 0) -> str:
-    """A detail in one line."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, (Mapping, list)) and depth == MAX_DEPTH:

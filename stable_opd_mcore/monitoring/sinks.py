@@ -121,8 +121,6 @@ class JsonlSink:
 
 
 class _Row(BaseModel):
-    """A row of metrics."""
-
     model_config = ConfigDict(strict=True, extra="allow")
     __pydantic_extra__: dict[str, FiniteFloat | None] = Field(init=False)
     step: Annotated[int, Field(ge=0, lt=2**63)]
@@ -130,8 +128,6 @@ class _Row(BaseModel):
 
 
 class _Event(BaseModel):
-    """A line that is no row of metrics, with any details."""
-
     model_config = ConfigDict(strict=True)
     event: str
     after_step: Annotated[int, Field(ge=0, lt=2**63)]

@@ -38,7 +38,6 @@ class Table:
     rows: list[list[str]] = field(default_factory=list)
 
     def add(self, cells: Sequence[Any]) -> None:
-        """One more row of numbers and texts."""
         self.rows.append([_cell(cell) for cell in cells])
 
 
@@ -70,7 +69,6 @@ def _over_seeds(values: Sequence[float]) -> str:
 
 
 def _table(records: Sequence[Mapping[str, Any]], texts: int) -> Table:
-    """Records of the same keys as rows."""
     table = Table(list(records[0]), texts)
     for record in records:
         table.add(list(record.values()))

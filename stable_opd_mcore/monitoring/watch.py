@@ -2,14 +2,9 @@
 
     stable-opd watch runs/opd runs/stable_opd
 
-The page asks every two seconds whether the runs' files have changed, and then takes its figures,
-tables and events again. Rollouts are read when the reader asks for them. A run may be stopped,
-resumed or started while it is watched, also in a folder of runs; a half-written line is left out
-until it is complete.
-
+The page asks every two seconds whether the runs' files have changed, and is then built again.
 The server listens on 127.0.0.1 and answers requests that name this machine only, so that a page of
 another site cannot read it through a name of its own. No part of a request becomes part of a path.
-It writes nothing.
 """
 
 import hashlib
@@ -187,8 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
         return directory, step, _read_step(directory, stamp, number, step)
 
     def _json(self, status: HTTPStatus, found: Any) -> None:
-        text = json.dumps(found, allow_nan=False)
-        self._send(status, "application/json", text.encode())
+        self._send(status, "application/json", json.dumps(found, allow_nan=False).encode())
 
     def _send(self, status: HTTPStatus, kind: str, data: bytes) -> None:
         self.send_response(status)

@@ -26,8 +26,6 @@ COLUMNS = (*REQUIRED_COLUMNS, "question_type", "finish_reasons")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A row that may be kept."""
-
     problem: str
     answer: str | None
     solutions: tuple[str, ...]  # the shortest one is kept; empty: the data have none
@@ -35,15 +33,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that is not kept."""
-
     reason: str  # rows are counted by it
     detail: str = ""
 
 
 class _Row(BaseModel):
-    """The columns that are read."""
-
     model_config = ConfigDict(strict=True)
 
     problem: str | None = None
@@ -57,9 +51,6 @@ class _Row(BaseModel):
 
 def read_openr1(record: Mapping[str, Any], place: str) -> tuple[str, Candidate | Dropped]:
     """The problem, and the row with its usable generations or the reason why it is dropped.
-
-    Args:
-        place: file and row, for errors.
 
     Raises:
         DataError: a value of another type, or lists of different lengths.

@@ -1,7 +1,4 @@
-"""Checks the options of `prepare` and the files of its source before a row is filtered.
-
-A `Preparation` holds everything that the outputs depend on.
-"""
+"""Checks the options of `prepare` and the files of its source before a row is filtered."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -24,7 +21,7 @@ DROPPED = "_dropped"  # ends the name of the file of the dropped rows
 
 @dataclass(frozen=True)
 class Preparation:
-    """A checked request: what is read, by which rules, and what is written."""
+    """A checked request: all that the outputs depend on."""
 
     recipe: str
     name: str  # begins the names of the manifest and the dropped rows
@@ -55,8 +52,7 @@ def preparation_of(
 ) -> Preparation:
     """The preparation that a command line asks for; downloads a source that is on the hub.
 
-    Args:
-        columns: role to name; "" for a role that the data lack.
+    `columns` maps roles to names; "" stands for a role that the data lack.
 
     Raises:
         UserError: an unknown recipe, an option that does not fit it, a failed download, a source,
@@ -113,7 +109,6 @@ def _columns(
 
 
 def _recipe(name: str, columns: Mapping[str, str], sft_rows: int) -> Recipe:
-    """The recipe of this name, if these options fit it."""
     if name not in RECIPES:
         raise UserError(f"--recipe {name}: no such recipe; there are {', '.join(RECIPES)}")
     if columns and name != "rows":
@@ -194,10 +189,7 @@ def find_files(source: Path, globs: Sequence[str]) -> list[Path]:
 
 
 def require_columns(path: Path, columns: Sequence[str]) -> None:
-    """Check that a file is readable and has the columns.
-
-    Args:
-        columns: their names; a dotted one ("prompt.1.content") reaches into a column.
+    """Check that a file has the columns; a dotted name ("prompt.1.content") reaches into one.
 
     Raises:
         DataError: an unreadable file, one of another kind or without rows, or a missing column.

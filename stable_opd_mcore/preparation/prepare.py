@@ -77,7 +77,6 @@ def _filtered(
 
 
 def _row(placed: tuple[str, Any], found: Kept | Dropped) -> dict[str, Any]:
-    """A filtered row, in the columns of _SCHEMA."""
     row: dict[str, Any] = {"source": placed[0], "reason": "", **vars(found)}
     if isinstance(found, Dropped):
         row["detail"] = found.detail[:_DETAIL_CHARACTERS].encode(errors="replace").decode()
@@ -205,11 +204,8 @@ def row_key(problem: str) -> str:
 def shuffled(keys: Sequence[str], rows: Sequence[int], seed: int) -> list[int]:
     """The rows in the order of a hash of seed and key; rows of one problem in the input's order.
 
-    It depends neither on other rows nor on a random generator.
-
-    Args:
-        keys: `row_key` of every row of the input.
-        rows: the numbers to put in order.
+    It depends neither on other rows nor on a random generator. `keys` has `row_key` of every row
+    of the input.
     """
 
     def rank(row: int) -> bytes:

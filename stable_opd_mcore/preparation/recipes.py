@@ -10,8 +10,6 @@ from stable_opd_mcore.config.data import ColumnsConfig
 
 @dataclass(frozen=True)
 class Recipe:
-    """One data set and what is made of it."""
-
     hub_id: str | None  # None: --source is needed
     files: tuple[str, ...]  # globs; the first is of the hub; of a folder the first that matches
     columns: ColumnsConfig

@@ -28,8 +28,6 @@ MALFORMED = "malformed"
 
 @dataclass(frozen=True)
 class Kept:
-    """A row as it is written."""
-
     problem: str
     answer: str | None
     solution: str | None
@@ -39,8 +37,6 @@ class Kept:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules, and what they depend on."""
-
     openr1: bool
     columns: ColumnsConfig
     max_tokens: int
@@ -59,9 +55,7 @@ class Rules:
     def apply(self, records: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Kept | Dropped]:
         """The rows as they are written, or why they are dropped.
 
-        Args:
-            records: each with its file and row, for the detail of a malformed row. Their texts are
-                tokenized together, on all cores.
+        A record comes with its file and row. All texts are tokenized together, on all cores.
         """
         found = [self._usable(record, place) for place, record in records]
         candidates = [each for each in found if isinstance(each, Candidate)]
