@@ -143,7 +143,7 @@ REFUSED = {  # message -> world, settings, what else there is
     r"bfloat16 weights take 61\.0 GiB, .* on 8 GPUs, has 20\.0 GiB for them: .*SERVER_NODES": (
         *(("32b", 2, 0, 8), (), {"memory_gib": 10.0}),
     ),
-    r"all 8 GPUs of the machine train .*SERVER_NODES": (
+    r"all 8 GPUs of the machine train, .*SERVER_NODES": (
         *(("7b", 1, 0, 8), ("rollout.sglang.placement=disaggregated",), {}),
     ),
     r"servers of 2 GPUs leave 8 of 8 GPUs without a server": (
