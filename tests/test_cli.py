@@ -15,7 +15,6 @@ from tests.train.runs import tiny_config
 
 WRONG_PATHS = {
     "evaluate . nosuch": "nosuch: no such file or directory; give a config, a run",
-    "evaluate nosuch": "nosuch: no such file or directory; give a config, a run's directory",
     "evaluate . --config nosuch": "nosuch: no such file or directory; give a config",
     "convert nosuch new": "nosuch: no such file or directory; give a model's",
     "convert ./nosuch/model new": "nosuch/model: no such file or directory; give a model's",

@@ -10,12 +10,9 @@ from stable_opd_mcore.metrics import Max, Mean, Metrics, Same, Sum, reduce_over_
 from tests.parallel.launch import run_ranks
 
 
-def test_a_mean_of_unequal_parts_is_not_the_average_of_their_averages():
+def test_means_add_by_their_counts_and_are_undefined_over_nothing():
     merged = Metrics({"a/b": Mean(10.0, 1)}) | Metrics({"a/b": Mean(0.0, 9)})
     assert merged["a/b"].value() == 1.0
-
-
-def test_a_mean_over_nothing_is_undefined_and_adds_nothing():
     assert Mean(0.0, 0).value() is None
     assert (Mean(0.0, 0) + Mean(3.0, 2)).value() == 1.5
 
@@ -83,8 +80,3 @@ def test_every_rank_gets_the_same_sum(tmp_path):
     assert reduced["x/max"] == -5.0
     assert reduced["x/only_here"] == 0.25
     assert silent == contribution(0).values_by_key()
-
-
-def test_without_a_group_nothing_happens():
-    metrics = contribution(0)
-    assert reduce_over_ranks(metrics, None) is metrics

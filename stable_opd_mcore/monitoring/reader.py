@@ -55,6 +55,7 @@ def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None
     """What the list shows of the `index`-th rollout of a step's file; `budget` is its length's."""
     loop = tail_loop(rollout.token_ids, min_length=min_loop_tokens(budget))
     parts = [[part.num_tokens, part.weight_version] for part in rollout.segments]
+    text = rollout.text.encode("utf-8", "surrogatepass")
     return {
         **({"segments": parts} if len(parts) > 1 else {}),
         "run": run,
@@ -67,7 +68,7 @@ def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None
         "reward": rollout.reward,
         "version": rollout.weight_version,
         "repeats": loop.length,
-        "compression": round(compression(rollout.text), 2),
+        "compression": round(len(text) / len(zlib.compress(text, ZLIB_LEVEL)), 2),
         "snippet": printable(rollout.prompt.text[:SNIPPET_CHARACTERS]).replace("\n", " "),
     }
 
@@ -140,12 +141,6 @@ def complete_rollouts(path: Path, limit: int | None = None) -> list[Rollout]:
     """The first rollouts of a step's file, without a last line that was cut."""
     lines = path.read_bytes().count(b"\n") if path.is_file() else 0
     return read_rollouts(path, limit=lines if limit is None else min(limit, lines), strict=False)
-
-
-def compression(text: str) -> float:
-    """Compression ratio of the whole text: bytes / zlib bytes; 0 for an empty one."""
-    data = text.encode("utf-8", "surrogatepass")
-    return len(data) / len(zlib.compress(data, ZLIB_LEVEL)) if data else 0.0
 
 
 def _records(written: WrittenRun, run: int, step: int) -> list[dict[str, Any]]:

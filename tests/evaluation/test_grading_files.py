@@ -106,11 +106,8 @@ def test_refused_rows_and_groups_are_counted_and_an_interrupted_run_leaves_earli
     path = write(tmp_path / "rows.jsonl", [*rows[:20], {"response": 5}, *rows[20:]])
     settings = FileGradingSettings(Columns(group="kind"))
     summary = grade_file(path, tmp_path / "out", settings)
-    assert (summary["num_rows"], summary["num_refused"], summary["refused"].keys()) == (
-        41,
-        1,
-        {"21"},
-    )
+    assert (summary["num_rows"], summary["num_refused"]) == (41, 1)
+    assert summary["refused"].keys() == {"21"}
     assert summary["all"]["numbers"]["accuracy"] == 0.2
     groups = {name: group["num_responses"] for name, group in summary["groups"].items()}
     assert groups == {"0": 20, "1": 20}
@@ -154,11 +151,8 @@ def test_a_loop_that_its_budget_cuts_is_not_right_without_a_word(tmp_path):
         row["answer_format"], row["response"] = "boxed", row["response"].replace("[3]", "is $3$ ")
     path = write(tmp_path / "rows.jsonl", rows)
     summary = grade_file(path, tmp_path / "out", FileGradingSettings())
-    assert [(r["reward"], r["right_in_loop"]) for r in records(tmp_path / "out")] == [
-        (1.0, False),
-        (1.0, True),
-        (1.0, False),
-    ]
+    assert summary["all"]["numbers"]["accuracy"] == 1
+    assert [r["right_in_loop"] for r in records(tmp_path / "out")] == [False, True, False]
     assert summary["right_in_loop"] == {"2": None}
 
 

@@ -36,13 +36,13 @@ def found_in(path, columns):
 def test_usual_names_are_found_in_the_first_readable_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     row = {"id": 1, "completion": "x", "reward_model": {"ground_truth": "2"}, "truncated": True}
-    rows = [row | {"level": None}]
-    path.write_text("[]\nno json\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    line = json.dumps(row | {"level": None}) + "\n"
+    path.write_text("[]\nno json\n" + line)
     found = found_in(path, Columns(group="level"))
     expected = Columns("completion", "reward_model.ground_truth", "id", "truncated", group="level")
     assert found == expected
-    row = parse_row(json.dumps(rows[0]).encode(), found)
-    assert row == ResponseRow(response="x", gold="2", id="1", finish="length")
+    expected_row = ResponseRow(response="x", gold="2", id="1", finish="length")
+    assert parse_row(line.encode(), found) == expected_row
     nested = found_in(path, Columns(response="reward_model.ground_truth", gold="none"))
     assert (nested.response, nested.gold) == ("reward_model.ground_truth", None)
     path.write_text('{"id": 0, "error": "time-out"}\n' + path.read_text())  # no response
@@ -108,7 +108,6 @@ def test_values_of_several_forms_are_read(column, value, expected):
     ("changes", "reason"),
     [
         ({"r": None}, "column r is None: Input should be a valid string"),
-        ({"r": ["x"]}, "column r is ['x']: Input should be a valid string"),
         ({"g": True}, "column g is True: expected text, a number or null"),
         ({"g": float("nan")}, "column g is nan: expected text, a number or null"),
         ({"g": {"a": 1}}, "column g is {'a': 1}: expected text, a number or null"),

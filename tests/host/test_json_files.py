@@ -7,11 +7,6 @@ from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.json_files import object_in_line, read_json_object, validated
 
 
-def test_an_object_is_read(tmp_path):
-    (tmp_path / "a.json").write_text('{"a": [1, null]}')
-    assert read_json_object(tmp_path / "a.json") == {"a": [1, None]}
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -29,14 +24,10 @@ def test_a_broken_file_is_named(content, words, tmp_path):
         read_json_object(tmp_path / "a.json", 2**20)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [(b"{", "not valid JSON"), (b"\xff", "not valid JSON"), (b"[1]", "a JSON list, not an")],
-)
-def test_a_line_without_an_object_is_named(line, words):
+def test_a_line_without_an_object_is_named():
     assert object_in_line(b'{"a": 1}\n', "rows.jsonl:7") == {"a": 1}
-    with pytest.raises(DataError, match=f"rows.jsonl:7: {words}"):
-        object_in_line(line, "rows.jsonl:7")
+    with pytest.raises(DataError, match=r"rows.jsonl:7: a JSON list, not an"):
+        object_in_line(b"[1]", "rows.jsonl:7")
 
 
 class Row(BaseModel, strict=True):

@@ -19,18 +19,14 @@ def written(name="run", rows=(), settings=None, results=None) -> WrittenRun:
     return WrittenRun(run, list(rows), [], settings or {}, results or {})
 
 
-def outcomes(rows, settings=None) -> dict:
-    table = outcome_table([written(rows=rows, settings=settings)])
-    return dict(zip(table.columns, table.rows[0], strict=True))
-
-
 def test_outcomes():
     rows = [
         {"step": step, "rollout/truncation_rate": float(step > 5), "eval/accuracy": accuracy}
         for step, accuracy in enumerate([0.25, None, None, 0.75, None, None, 0.5])
     ]
-    found = outcomes(rows, {"train.steps": "800"})
-    assert {name: value for name, value in found.items() if value != MISSING} == {
+    table = outcome_table([written(rows=rows, settings={"train.steps": "800"})])
+    cells = zip(table.columns, table.rows[0], strict=True)
+    assert {name: value for name, value in cells if value != MISSING} == {
         "run": "run",
         "steps": "6 of 800",
         "accuracy at start": "0.250",

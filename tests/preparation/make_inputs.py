@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +55,11 @@ def good(number: int, rng: random.Random) -> dict[str, Any]:
     texts = [f"<think>\n{' '.join(words)}\n</think>\n{number}", f"{' '.join(words)} so {number}"]
     return {
         "problem": f"Row {number}: how many {' '.join(rng.sample(WORDS, 16))}?",
-        "solution": "See the book.",
         "answer": str(number),
-        "problem_type": "Algebra",
         "question_type": "math-word-problem",
-        "source": "olympiads",
-        "uuid": f"{number:032x}",
         "is_reasoning_complete": [True, True],
         "generations": texts,
         "correctness_math_verify": [True, True],
-        "correctness_llama": None,
-        "finish_reasons": None,
-        "correctness_count": 2,
-        "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
     }
 
 
@@ -119,15 +110,6 @@ def make_rows(count: int) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, reasons
 
 
-def write_shards(folder: Path, rows: Sequence[dict[str, Any]], shards: int, group: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    size = -(-len(rows) // shards)
-    for shard in range(shards):
-        table = pa.Table.from_pylist(list(rows[shard * size : (shard + 1) * size]), SCHEMA)
-        name = f"train-{shard:05d}-of-{shards:05d}.parquet"
-        pq.write_table(table, folder / name, row_group_size=group)
-
-
 def word_tokenizer(folder: Path) -> Path:
     raw = Tokenizer(models.WordLevel({"?": 0, "<|im_end|>": 1}, unk_token="?"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -142,7 +124,12 @@ NUM_ROWS = 260
 def make_inputs(folder: Path) -> list[str]:
     """Shards, benchmarks and a student in a folder; the reasons of the rows."""
     rows, reasons = make_rows(NUM_ROWS)
-    write_shards(folder / "openr1", rows, shards=3, group=25)
+    (folder / "openr1").mkdir(parents=True)
+    size = -(-NUM_ROWS // 3)
+    for shard in range(3):
+        table = pa.Table.from_pylist(rows[shard * size : (shard + 1) * size], SCHEMA)
+        path = folder / "openr1" / f"train-{shard:05d}-of-00003.parquet"
+        pq.write_table(table, path, row_group_size=25)
     write_benchmarks(folder / "benchmarks")
     word_tokenizer(folder / "student")
     return reasons

@@ -18,8 +18,6 @@ def record(**changes):
         "generations": ["a a a", "b b", "c", "d d"],
         "correctness_math_verify": [True, True, False, True],
         "is_reasoning_complete": [True, True, True, False],
-        "correctness_llama": None,
-        "finish_reasons": None,
         **changes,
     }
 
@@ -39,8 +37,6 @@ def test_a_real_row():
     "changes",
     [
         {"answer": 2},
-        {"problem": ["x"]},
-        {"generations": "text"},
         {"generations": [None] * 4},
         {"is_reasoning_complete": 4},
         {"finish_reasons": ["stop"]},

@@ -1,7 +1,5 @@
 """What is refused before the first row is read, and what a preparation reads and writes."""
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from stable_opd_mcore.errors import DataError, UserError
@@ -113,8 +111,6 @@ def test_bad_files_are_named(tmp_path):
 
     refuses("b.jsonl", b"", r"b\.jsonl: no rows in it")
     refuses("c.jsonl", b'{"b": 1}\n', r"c\.jsonl: no column 'a'; it has b\. .*--problem")
-    pq.write_table(pa.table({"b": [1]}), tmp_path / "f.parquet")
-    refuses("f.parquet", (tmp_path / "f.parquet").read_bytes(), r"f\.parquet: no column 'a'")
 
 
 def test_the_first_matching_glob_names_the_files(tmp_path):
