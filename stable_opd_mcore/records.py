@@ -202,9 +202,7 @@ class Sample(_WithArrays):
 
     @property
     def is_scored(self) -> bool:
-        """Whether the loss reads scores of other models. For golden solutions it reads only the
-        student's likelihood, except for off-policy ones.
-        """
+        """Whether other models score it: golden solutions only if they are off-policy."""
         return self.kind == "rollout" or self.off_policy
 
 
@@ -265,18 +263,13 @@ class SampleWeights:
 
     def select(self, index_B: NDArray[Any]) -> SampleWeights:
         """The weights of the samples at `index_B`."""
-        advantage_B = None if self.advantage_B is None else self.advantage_B[index_B]
-        return SampleWeights(
-            self.pg_B[index_B], self.kl_B[index_B], self.sft_B[index_B], advantage_B
-        )
+        given = {name: values[index_B] for name, values in vars(self).items() if values is not None}
+        return SampleWeights(**given)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One model's scores of a micro-batch's N response tokens, at the sampling temperature.
-
-    The same record serves teacher, reference and student. A field that was not requested is None.
-    """
+    """One model's scores of N response tokens, at the sampling temperature; None: not requested."""
 
     # [N] fp32, nats; of the stop class where the target is a stop token. None: only hidden_NH is
     # given, and the loss computes log-probabilities and entropy from it.
@@ -292,11 +285,9 @@ class Scores:
 class MicroBatch:
     """Packed sequences for one forward pass on this data-parallel rank, or its slice of them.
 
-    The model reads tokens_T, positions_T and cu_seqlens. The loss reads the N rows whose next token
-    is a response token. Token weights contain the global normaliser, so the loss is a plain sum
-    over N, and its sum over micro-batches and data-parallel ranks is the global loss. An empty
-    micro-batch has N = 0. Under context parallelism T and N count this rank's slice; cu_seqlens and
-    max_seqlen describe whole sequences (parallel/context.py).
+    Token weights contain the global normaliser, so the sum over N, micro-batches and data-parallel
+    ranks is the global loss. An empty micro-batch has N = 0. Under context parallelism T and N
+    count this rank's slice; cu_seqlens and max_seqlen describe whole sequences.
     """
 
     tokens_T: Tensor  # [T] int64
@@ -365,9 +356,7 @@ def fields_of_rows(record: object) -> dict[str, Any]:
 
 
 def split_rows(record: _Rows, count: int) -> list[_Rows]:
-    """The record in blocks of `count` rows, the last one shorter. Views; one operation per field
-    for all blocks.
-    """
+    """The record in blocks of `count` rows, the last one shorter. All of them are views."""
     parts: dict[str, Sequence[Any]] = {
         name: split_rows(value, count)
         for name, value in vars(record).items()

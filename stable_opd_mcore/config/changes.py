@@ -1,8 +1,4 @@
-"""What differs between the settings of a run directory and those it is resumed with.
-
-`changes` compares a stored config.resolved.yaml with a new config. Settings that cannot change what
-is trained (FREE) are left out.
-"""
+"""What differs between the settings of a run directory and those it is resumed with."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,11 +32,7 @@ FREE = (
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The plain values of a resolved config.
-
-    Raises:
-        ConfigError: see `read_mapping` and `without_removed`.
-    """
+    """The plain values of a resolved config. Raises as `read_mapping` and `without_removed`."""
     return without_removed(unescaped(OmegaConf.to_container(read_mapping(path))), str(path))
 
 

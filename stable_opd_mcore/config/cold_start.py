@@ -1,7 +1,4 @@
-"""The two configs of a run with a cold start: the supervised run, and the run that starts from it.
-
-Loads without torch.
-"""
+"""The two configs of a cold start: of the supervised run, and of the run that starts from it."""
 
 from stable_opd_mcore.config.schema import Config
 

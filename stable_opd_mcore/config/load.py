@@ -31,8 +31,7 @@ def load_config(
     """Read `path` and its bases, apply overrides such as "train.steps=10", validate.
 
     Args:
-        changes: plain values that replace those of the file, section by section, before the
-            overrides.
+        changes: plain values that replace those of the file, before the overrides.
 
     Raises:
         ConfigError: missing file, broken YAML, unknown key (with the nearest right spelling),
@@ -146,9 +145,8 @@ def config_yaml(config: Config) -> bytes:
 
 
 def _escaped(values: Any) -> Any:
-    """Plain values with each `${` of their texts as `\\${`: OmegaConf would replace `${key}`.
-
-    It halves the backslashes before a `${`, so they are doubled.
+    """Plain values with `${` as `\\${` in texts, because OmegaConf would replace `${key}`.
+    Backslashes before a `${` are doubled, because it halves them.
     """
     return _with_texts(values, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 

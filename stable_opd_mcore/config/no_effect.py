@@ -1,7 +1,4 @@
-"""Refuse settings that other settings make useless: a run must not seem to use them.
-
-Loads without torch.
-"""
+"""Refuse settings that other settings make useless: a run must not seem to use them."""
 
 from collections.abc import Mapping
 
@@ -23,24 +20,21 @@ _OF_ROLLOUTS = (
 
 
 def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
-    """Refuse settings that cannot have an effect; a key at its default is never refused.
+    """Raise a ConfigError for the first setting that is not at its default and has no effect.
 
-    Args:
-        unused: dotted keys that the objective does not use, and why.
-
-    Raises:
-        ConfigError: names the first such key, its value, and why it has no effect.
+    unused: dotted keys that the objective does not use, and why.
     """
     reasons = dict(unused)
     if config.objective.name == "sft":
         reasons |= dict.fromkeys(_OF_ROLLOUTS, "objective.name=sft has no rollouts")
     rollout = config.rollout
+    is_corrected = rollout.importance_correction != "none"
     has_ratio = (
         "train.minibatches > 1, or rollout.max_staleness > 0 without "
         "rollout.importance_correction: the ratio is 1 otherwise",
-        config.train.minibatches > 1
-        or (rollout.max_staleness > 0 and rollout.importance_correction == "none"),
+        config.train.minibatches > 1 or (rollout.max_staleness > 0 and not is_corrected),
     )
+    has_schedule = config.optimizer.schedule != "constant"
     for key, needs, is_met in (
         ("objective.jsd_beta", "objective.divergence=jsd", config.objective.divergence == "jsd"),
         ("kl.estimator", "kl.beta > 0", config.largest_beta > 0),
@@ -48,18 +42,10 @@ def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
         ("reference.update", "kl.beta > 0", config.largest_beta > 0),
         ("fp8.reference", "kl.beta > 0", config.largest_beta > 0),
         ("normaliser", "several sources in data.train", len(config.data.sources) > 1),
-        (
-            "optimizer.min_lr",
-            "optimizer.schedule=linear or cosine",
-            config.optimizer.schedule != "constant",
-        ),
+        ("optimizer.min_lr", "optimizer.schedule=linear or cosine", has_schedule),
         ("reference.every", "reference.update=every", config.reference.update == "every"),
         ("reference.decay", "reference.update=ema", config.reference.update == "ema"),
-        (
-            "rollout.importance_threshold",
-            "rollout.importance_correction",
-            rollout.importance_correction != "none",
-        ),
+        ("rollout.importance_threshold", "rollout.importance_correction", is_corrected),
         ("objective.clip", *has_ratio),
         ("objective.advantage.policy", *has_ratio),
     ):
@@ -73,7 +59,6 @@ def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
 
 
 def _value(config: Config, key: str) -> object:
-    """The value of a dotted key."""
     value: object = config
     for part in key.split("."):
         value = getattr(value, "lambda_" if part == "lambda" else part)

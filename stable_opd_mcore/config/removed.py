@@ -89,11 +89,9 @@ REMOVED: dict[str, Removed] = {
 def without_removed(values: Any, origin: str, overrides: Sequence[str] = ()) -> Any:
     """A copy of the config's values without the settings that are gone.
 
-    Args:
-        origin: names the file in errors, where no override set the key.
-
     Raises:
-        ConfigError: names each key that is gone and asks for what no longer exists.
+        ConfigError: names each key that is gone and asks for what no longer exists, and the
+            override that set it, else `origin`.
     """
     values = deepcopy(values)
     refused: list[str] = []

@@ -2,7 +2,6 @@
 
 One owner per value: the temperature is in `sampling`, the reference's weight in `kl.beta`, the stop
 ids of a model in its own section. Relations between settings are checked where both are in sight.
-Not here: checks that need the world size, a model or data.
 """
 
 from __future__ import annotations

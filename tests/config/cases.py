@@ -1,4 +1,4 @@
-"""The smallest settings of a run, with sections replaced. Not here: tests."""
+"""The smallest settings of a run, with sections replaced."""
 
 from typing import Any
 

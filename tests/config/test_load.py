@@ -20,13 +20,6 @@ def test_every_shipped_config_loads_and_round_trips(path, tmp_path):
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
-def test_overrides_replace_values_and_have_their_types():
-    config = load_config(SMOKE, ["train.steps=3", "mixture.lambda=0.5", "parallel.sequence=false"])
-    assert config.train.steps == 3
-    assert config.mixture.lambda_ == 0.5
-    assert config.parallel.sequence is False
-
-
 @pytest.mark.parametrize("text", ["End with #### and the answer.", "# x", "x #", "a: b # c"])
 def test_no_override_is_cut_at_a_hash(text):
     config = load_config(SMOKE, [f"data.system_prompt={text}"])

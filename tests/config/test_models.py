@@ -13,10 +13,7 @@ from tests.config.cases import run_of
         ("teacher.path=a teacher.architecture={}", "give either path or architecture"),
         ("teacher.engine=sglang", "sglang needs one of them, and only sglang reads them"),
         ("teacher.urls=[http://a:1]", "sglang needs one of them, and only sglang reads them"),
-        (
-            "teacher.routes.math=[http://a:1]",
-            "sglang needs one of them, and only sglang reads them",
-        ),
+        ("teacher.routes.math=[http://a:1]", "needs one of them, and only sglang reads them"),
         (
             "teacher.engine=sglang teacher.urls=[http://a:1] teacher.routes.math=[http://b:1]",
             "give either teacher.urls",

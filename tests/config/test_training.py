@@ -33,12 +33,6 @@ def test_settings_that_cannot_work_are_refused(settings, message):
         run_of(settings)
 
 
-def test_the_watchdog_ends_a_hang_long_before_the_collectives_time_out():
-    assert run_with(fault={"watchdog_minutes": LONGEST}).fault.watchdog_minutes == LONGEST
-    assert run_with().fault.watchdog_minutes < LONGEST
-    assert run_with(fault={"watchdog_minutes": None}).fault.watchdog_minutes is None
-
-
 def test_each_model_has_its_own_fp8():
     config = run_with(fp8={"teacher": "blockwise"})
     assert config.fp8.of("teacher") == Fp8("teacher", "blockwise")
