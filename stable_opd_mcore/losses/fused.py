@@ -131,10 +131,7 @@ class _Evaluation:
         return LossOutput(**whole)
 
     def _returns(self, context_group: dist.ProcessGroup | None) -> Tensor | None:
-        """Discounted returns of the whole micro-batch, to which masked tokens add nothing.
-
-        A first, forward-only pass computes the advantages unless all log-probabilities are given.
-        """
+        """Discounted returns, after a forward-only pass where log-probabilities are missing."""
         batch, terms, teacher = self.batch, self.terms, self.batch.teacher or NO_SCORES
         if terms.discounted is None or terms.settings.discount == 0:
             return None
@@ -207,13 +204,7 @@ def finite_scores(batch: MicroBatch, rows: LossOutput) -> Tensor:
 
 
 def require_finite_scores(batch: MicroBatch, rows: LossOutput) -> None:
-    """Refuse scores that are not finite, before any weight moves.
-
-    A weight of zero does not help against them: 0 * NaN is NaN in the head's gradient.
-
-    Raises:
-        UserError: naming the score and the first of its rows.
-    """
+    """Raise a UserError for scores that are not finite: even a weight of zero times NaN is NaN."""
     for name, x in _scores(batch, rows).items():
         bad = ~x.isfinite()
         if bad.any():

@@ -243,10 +243,7 @@ class Block:
         return logits_CV
 
     def _dense_terms(self, by: Leaves, logits: ModelTensors) -> list[DenseTerm]:
-        """The full-vocabulary parts of the gradient; at most one is not "reverse".
-
-        logits: of the other models, in the columns whose gradient is written.
-        """
+        """The full-vocabulary parts of the gradient; at most one is not "reverse"."""
         found: list[DenseTerm] = []
         reference, teacher = self.against_reference, self.against_teacher
         if reference is not None and by.kl_reference_C is not None:
@@ -334,10 +331,7 @@ def _against_teacher(
 
 
 def with_tail(logprob_CK: Tensor) -> Tensor:
-    """[C, K + 1]: with the log-probability of all other columns together, at least log TAIL_FLOOR.
-
-    The rest is what K fp32 numbers leave of 1, with an error of about 1e-7: 1 % at the floor.
-    """
+    """[C, K + 1]: with the log-probability of the other columns (error at TAIL_FLOOR: 1 %)."""
     rest_C1 = 1 - logprob_CK.exp().sum(1, keepdim=True)
     return torch.cat([logprob_CK, rest_C1.clamp(min=TAIL_FLOOR).log()], dim=1)
 

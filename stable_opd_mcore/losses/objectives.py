@@ -142,10 +142,7 @@ class Objective:
     config: Config
 
     def with_loss_weights(self, beta: float, lambda_: float) -> Objective:
-        """The same objective with another beta and lambda. `sft` has neither.
-
-        Beta 0 needs no reference, and lambda 0 no golden solutions.
-        """
+        """The same objective with another beta (0 needs no reference) and lambda (0: no golden)."""
         if not self.needs_rollouts:
             return self
         settings = self.config.objective
@@ -165,11 +162,7 @@ class Objective:
         return self.terms.temperature
 
     def sample_weights(self, facts: SampleFacts) -> SampleWeights:
-        """Weights of all samples of a minibatch, of every data-parallel rank, normalisers included.
-
-        Raises:
-            UserError: a rollout without reward (grpo).
-        """
+        """Weights of all ranks' samples of a minibatch; UserError if grpo lacks a reward."""
         if self.config.normaliser == "per_source":
             weights = [source.weight for source in self.config.data.sources]
             return token_weights.per_source(facts, self._sample_weights, weights)
@@ -203,11 +196,8 @@ class Objective:
         """The summed loss of one micro-batch, differentiable in hidden_NH and head.weight_VH.
 
         Args:
-            hidden_NH: the student's hidden_TH.index_select(0, rows_N).
-            head: this rank's shard of the student's head.
             teacher_head: where teacher_needs is "hidden"; cut at the student's shard boundaries
                 (align_head).
-            reference_head: where reference_needs is "hidden".
             context_group: ranks that hold the other slices of the micro-batch's sequences.
 
         Raises:
@@ -228,11 +218,7 @@ class Objective:
 def build_objective(
     config: Config, student_stop_ids: Sequence[int], teacher_stop_ids: Sequence[int] | None
 ) -> Objective:
-    """The objective of a run.
-
-    Args:
-        student_stop_ids: all ids that end a student's response.
-        teacher_stop_ids: all ids that end a teacher's response; None without a teacher.
+    """The objective of a run; teacher_stop_ids is None without a teacher.
 
     Raises:
         ConfigError: an unknown name, options that do not go together, or a function of the user's

@@ -1,8 +1,4 @@
-"""An objective that is a function of the user's own (docs/own_code.md).
-
-It has the form of those in token_losses.py and is called in the same way; here it is loaded and
-tried.
-"""
+"""Loads and tries an objective that is the user's own function (docs/own_code.md)."""
 
 from __future__ import annotations
 

@@ -50,11 +50,7 @@ def shared_stop_ids(
 
 
 def looked_up_ids(targets_N: Tensor, stop_ids: tuple[int, ...], vocab_size: int) -> Tensor:
-    """The ids to look up in every row, [N, J]: the target, then all stop ids.
-
-    Raises:
-        UserError: a stop id outside the common vocabulary.
-    """
+    """The ids to look up in every row, [N, J]; UserError for one outside the common vocabulary."""
     _require_stop_ids(stop_ids, vocab_size)
     target_N1 = targets_N[:, None]
     # Filled on the device: a list of numbers would be copied to it.
@@ -140,7 +136,6 @@ class MergedStops:
             at_outcome_C1: added to the outcome's gradient, before the temperature's factor.
             at_ids_CJ: added to the ids' columns, after the temperature's factor.
             terms: with the other model's logits of the outcome, [C, 1].
-            student, logprob_gradient_C, scale: see torch_ops.write_gradient_.
         """
         outcome_C1 = self.logits.student.clone()
         first_C1 = torch.zeros_like(at_outcome_C1, dtype=torch.int64)

@@ -8,8 +8,7 @@ tokens, with their weights. The fused path (fused.py) and the definition on whol
 differentiates them.
 
 All tensors are [C], one number per row, or [C, K] where they are of K ids: fp32, fp64 for fp64
-logits; log-probabilities in nats. Not here: returns and advantages from rewards, which need the
-other tokens (token_weights.py), and sums over the vocabulary (vocabulary_sums.py).
+logits; log-probabilities in nats.
 """
 
 from __future__ import annotations
@@ -196,11 +195,7 @@ def from_teacher(rows: Rows, settings: AdvantageConfig) -> Tensor:
 
 
 def from_reward(rows: Rows, settings: AdvantageConfig) -> Tensor:
-    """The advantage that came with the sample; clamped.
-
-    Raises:
-        ValueError: the micro-batch carries no advantages.
-    """
+    """The advantage that came with the sample, clamped; ValueError without one."""
     if rows.given_advantage is None:
         raise ValueError(
             "this objective needs MicroBatch.given_advantage_N: pack with its token_weights"

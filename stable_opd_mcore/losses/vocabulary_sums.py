@@ -125,12 +125,7 @@ class PairStatistics(Statistics):
 def merge_shards(
     sums: Sequence[_Sums], looked_up: Sequence[_Columns], head: Head
 ) -> tuple[list[_Sums], list[_Columns]]:
-    """Sums and looked-up logits over all shards: one gather and one all-reduce. None stays None.
-
-    Args:
-        sums: this shard's, of several models or pairs.
-        looked_up: local parts of gathered logits, [C, J] each.
-    """
+    """Sums and looked-up logits [C, J] over all shards: one gather and one all-reduce."""
     if head.group is None or head.group.size() == 1:  # the algebra below would change no bit
         return list(sums), list(looked_up)
     tables = [_table(x) for x in sums if x is not None]
@@ -181,10 +176,7 @@ def _sum_over_shards(shards_RCS: Tensor) -> ShardSums:
 
 
 def _highest(maxima_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """The maximum over shards, and each shard's distance from it, <= 0.
-
-    0 for an empty shard, whose sums are 0 anyway.
-    """
+    """The maximum over shards, and each shard's distance from it, <= 0 (0 for an empty shard)."""
     whole_C = maxima_RC.amax(0)
     return whole_C, (maxima_RC - whole_C).masked_fill(maxima_RC == -torch.inf, 0)
 
@@ -201,11 +193,7 @@ def jsd_sums_of(
     scale: float,
     head: Head,
 ) -> Tensor:
-    """`jsd_sums` [C, 2] of student and teacher over all shards: a second pass over both models'
-    logits, one all-reduce.
-
-    outcome: [C, 1] logits of one more column.
-    """
+    """`jsd_sums` [C, 2] of student and teacher over all shards; outcome: one more column."""
     normalisers = (pair.normaliser, pair.other)
 
     def second_pass(models: ModelTensors) -> Tensor:
@@ -220,10 +208,7 @@ def jsd_sums_of(
 
 @dataclass(frozen=True)
 class GoldenLikelihood:
-    """Log-probabilities of a block's golden tokens at temperature 1 (docs/method.md §2).
-
-    For losses at another temperature. Holds a copy of the logits of the G golden rows.
-    """
+    """Golden tokens at temperature 1, where the loss has another (docs/method.md §2)."""
 
     rows_G: Tensor
     ids_G1: Tensor

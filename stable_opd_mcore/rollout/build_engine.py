@@ -48,8 +48,6 @@ def build_engine(
     Args:
         stop_requested: whether the run is about to end; then no server is waited for.
         progress: called from any thread whenever a server has answered or a token is decoded.
-        memory: the trainer's parts on the device, which colocated servers need.
-        teacher: scores the responses that servers sample.
 
     Raises:
         UserError: the run to replay has no stored rollouts, or there are too few servers.

@@ -52,11 +52,7 @@ _COMPACT_BELOW = 0.85
 
 @dataclass(eq=False)
 class EmbeddedEngine(RolloutEngine):
-    """A `RolloutEngine` over the model chunks that are being trained.
-
-    Raises:
-        UserError: the model has fewer vocabulary entries than `vocab_size`.
-    """
+    """A `RolloutEngine` over model chunks; UserError if they have fewer than `vocab_size` ids."""
 
     chunks: Sequence[torch.nn.Module]  # this rank's, with or without gradient wrapper
     world: World

@@ -20,10 +20,7 @@ from stable_opd_mcore.serving.idle_clock import IdleClock
 
 
 class RolloutEngine:
-    """Samples responses from the student's weights of version `weight_version`.
-
-    The methods below are enough for an engine that has no servers and cannot prefetch.
-    """
+    """Samples from the weights `weight_version`; the defaults fit an engine without servers."""
 
     weight_version: int = 0
     idle: IdleClock | None = None  # this rank's servers; None: an engine without servers
@@ -66,11 +63,7 @@ class RolloutEngine:
 
 
 class EngineLost(UserError):
-    """No more rollouts can be sampled.
-
-    `generate` raises it on every rank before the step changes anything, so the training state can
-    be saved.
-    """
+    """Raised by `generate` on every rank before the step changes anything, so it can be saved."""
 
 
 def check_prompts(

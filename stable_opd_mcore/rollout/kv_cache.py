@@ -22,13 +22,7 @@ _CELL_BLOCK = 128  # cells are allocated in multiples of this
 
 
 class KVCache:
-    """Cached keys and values of one batch, for all layers of this rank.
-
-    Args:
-        prompt_lengths: tokens of each row's prompt.
-        angles_PD: fp32 [positions, D/2], rotary angles of all positions.
-        dtype: of keys and values.
-    """
+    """Cached keys and values of one batch; angles_PD: fp32 [positions, D/2], rotary angles."""
 
     def __init__(self, prompt_lengths: list[int], angles_PD: Tensor, dtype: torch.dtype):
         longest = max(prompt_lengths)

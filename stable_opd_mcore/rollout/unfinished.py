@@ -1,7 +1,4 @@
-"""Responses while they are sampled: rollouts with the finish reason "abort" until they end.
-
-L is the number of tokens that were sampled last.
-"""
+"""Responses while they are sampled: rollouts with the finish reason "abort" until they end."""
 
 from __future__ import annotations
 
@@ -31,12 +28,7 @@ def extended(
     weight_version: int,
     **fields: Any,
 ) -> Rollout:
-    """The rollout with L more tokens.
-
-    Args:
-        weight_version: of the weights that sampled them.
-        fields: other fields of `Rollout` that change.
-    """
+    """The rollout with L more tokens, and other `fields` of `Rollout` that change."""
     *before, last = rollout.segments
     if last.num_tokens and last.weight_version != weight_version:
         before, last = [*before, last], Segment(0, weight_version)

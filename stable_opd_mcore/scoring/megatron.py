@@ -30,11 +30,7 @@ from stable_opd_mcore.scoring.token_scores import score
 
 @dataclass(eq=False)
 class MegatronScorer(Scorer):
-    """A `Scorer` over Megatron model chunks.
-
-    Raises:
-        UserError: the model has fewer vocabulary entries than `vocab_size`.
-    """
+    """A `Scorer` over Megatron model chunks; UserError if they have fewer than `vocab_size` ids."""
 
     chunks: Sequence[Module]  # this rank's, in evaluation mode or without dropout
     world: World

@@ -36,10 +36,8 @@ def score(
 
     Args:
         stop_ids: where the target is one of them, they are scored together, as one outcome.
-        top_k: also return the K most probable tokens.
         merged_ids: stop ids that are one entry of the top-K list, under the first of them
             (docs/method.md §4).
-        block_rows: rows whose logits exist at once.
 
     Raises:
         UserError: top_k exceeds the vocabulary.

@@ -1,6 +1,5 @@
 """SGLang servers: the process (process.py), the HTTP client (client.py), the key (api_key.py), a
 teacher on them (teacher.py).
 
-Not here: sampling rollouts (rollout/sglang/), and what becomes of scores (scoring/served.py). Only
-launch_server.py imports SGLang; it runs in the servers' own environment.
+Only launch_server.py imports SGLang; it runs in the servers' own environment.
 """

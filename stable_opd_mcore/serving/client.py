@@ -1,8 +1,7 @@
 """Requests to one SGLang server, in token ids. Safe to use from many threads.
 
 Another process sends them (http_process.py): `submit` returns at once, everything else blocks until
-the reply is there. Not here: choosing a server and sampling again after a failure
-(rollout/sglang/dispatch.py), weights (rollout/sglang/sync.py).
+the reply is there.
 """
 
 from __future__ import annotations
@@ -131,12 +130,7 @@ class SglangClient:
         *,
         attempts: int = 1,
     ) -> Any:
-        """Send one request and return its JSON reply; a sentence is returned as str, "" as None.
-
-        Args:
-            attempts: how often the request is sent if it fails in a transient way; more than one
-                only for requests that may be repeated.
-        """
+        """Send a request and return its JSON reply; `attempts` > 1 only where it may be repeated."""
         attempt = 0
         while True:
             attempt += 1

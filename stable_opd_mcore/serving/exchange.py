@@ -31,10 +31,7 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAD
 
 
 class ServerFailure(RuntimeError):
-    """A request failed. `kind`: unreachable, timeout, status, garbage or aborted.
-
-    `transient`: the server may fulfil the same request when it is repeated.
-    """
+    """`kind`: unreachable, timeout, status, garbage or aborted; `transient`: worth repeating."""
 
     def __init__(self, url: str, kind: str, detail: str, transient: bool = False) -> None:
         super().__init__(url, kind, detail, transient)  # all, so that it can be pickled

@@ -1,9 +1,8 @@
 """The process that talks to servers: it sends, receives, checks and decodes on one event loop.
 
 http_process.py starts it and has the other end of its channel. It imports neither torch nor
-Megatron, and ends when its parent does, however that ends. It reads one
-reply of /generate in each turn of the loop, so a health probe waits for a few of them, not for
-hundreds.
+Megatron, and ends when its parent does, however that ends. It reads one reply of /generate in each
+turn of the loop, so a health probe waits for a few of them, not for hundreds.
 """
 
 from __future__ import annotations

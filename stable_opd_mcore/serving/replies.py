@@ -1,7 +1,7 @@
 """What SGLang replies, checked and read into arrays. Pure functions; they raise for anything else.
 
 A response is refused unless its ids are in the vocabulary, each token has a finite log-probability
-and the finish reason fits the request. Not here: how a reply arrives (exchange.py).
+and the finish reason fits the request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What servers are asked, and what the answers are: plain records.
-
-Letters: L tokens of a response.
-"""
+"""What servers are asked, and what the answers are: plain records. L: tokens of a response."""
 
 from __future__ import annotations
 

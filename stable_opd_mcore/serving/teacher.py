@@ -16,9 +16,7 @@ A request waits while _MAX_IN_FLIGHT others are in flight. What its reply does:
              | lost if each has failed, somebody waits, and none of them has answered anything for
              | `patience_seconds`
 
-A lost teacher answers nothing more: `wait` returns None, the futures raise TeacherLost. Not here:
-who asks (rollout/sglang/dispatch.py for responses that servers sample, otherwise
-train/samples/served_scores.py), and what becomes of the scores (scoring/served.py).
+A lost teacher answers nothing more: `wait` returns None, the futures raise TeacherLost.
 """
 
 from __future__ import annotations
@@ -137,10 +135,7 @@ class ServedTeacher:
     ) -> Future[SequenceScores]:
         """Begin to score a response's tokens, and do not wait. From any thread.
 
-        Args:
-            prompt_id: its source selects the teacher.
-            prompt_ids: the prompt as the teacher reads it.
-            step: the number of finished steps before the one that trains on the response.
+        prompt_id: its source selects the teacher; prompt_ids: the prompt as the teacher reads it.
         """
         source = prompt_id.rpartition(":")[0]
         route = _ANY if _ANY in self._clients else self.route_of.get(source, source)

@@ -12,6 +12,4 @@ group            the transfer over a process group of trainer and servers
 checksums        what the servers' weights must hash to
 event_log        the log of what happened to the servers
 serve            `stable-opd serve`: servers without a trainer
-
-Not here: HTTP requests and server processes (serving/).
 """

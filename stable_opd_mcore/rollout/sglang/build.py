@@ -207,10 +207,7 @@ def _transport(
 
 
 def _sources(world: World, topology: Topology) -> dict[str, list[int]]:
-    """Server name -> for each of its tensor ranks, the replica's rank on the same GPU.
-
-    Holds colocated servers on GPUs only; `TensorTransport` reads from these ranks.
-    """
+    """Colocated server -> for each of its tensor ranks, the replica's rank on the same GPU."""
     replica = dist.get_process_group_ranks(world.model_group)
     first = {place.name: place.node * topology.gpus_per_node for place in topology.servers}
     return {

@@ -36,11 +36,7 @@ _CPU_MLP_MULTIPLE = 32  # each rank's width of an MLP and of an expert, on a CPU
 
 
 class ExpectedChecksums:
-    """After `add` of every tensor, `per_rank` holds each tensor rank's checksums by name.
-
-    Args:
-        on_gpu: whether the servers hold the weights on GPUs.
-    """
+    """After `add` of every tensor, `per_rank` holds each tensor rank's checksums by name."""
 
     def __init__(self, architecture: Architecture, tensor_size: int, *, on_gpu: bool) -> None:
         self._architecture = architecture
@@ -51,10 +47,7 @@ class ExpectedChecksums:
         self.per_rank: list[dict[str, str]] = [{} for _ in range(tensor_size)]
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add one Hugging Face tensor, in the server's precision.
-
-        It must not change until its fused partners are added.
-        """
+        """Add a tensor in the server's precision; keep it as it is until its partners are added."""
         if expert := _EXPERT.fullmatch(name):
             self._add_expert(expert[1], int(expert[2]), expert[3], tensor)
             return

@@ -20,8 +20,7 @@ are in. What becomes of a reply:
     any other failure                            | the member fails; the response is queued
 
 Replies come in one thread (serving/http_process.py), which never waits: servers are ended and
-started again in another. Not here: the servers' states and restarts (fleet.py), which weights are
-allowed (engine.py).
+started again in another.
 """
 
 from __future__ import annotations

@@ -21,9 +21,6 @@ share with other leaders. Ordering:
   except the student move to the host, servers resume, they receive the weights, the student moves
   too, and only then they sample. They keep the GPU, for another evaluation batch for example, until
   the trainer holds a part again (parallel/device_memory.py); then they release it.
-
-Not here: one rank's requests (dispatch.py) and servers (fleet.py), who sends the weights to whom
-(publisher.py).
 """
 
 from __future__ import annotations

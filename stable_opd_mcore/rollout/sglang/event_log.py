@@ -1,7 +1,4 @@
-"""What happened to the servers: a line per event in a file, a count per kind in the metrics.
-
-An event is written when it happens, so it is in the file even if the run crashes.
-"""
+"""What happened to the servers: a line per event in a file, a count per kind in the metrics."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ while the others continue. Servers with requests in flight are probed all the ti
 
 States of a member: restarting -> needs_weights -> ready -> failed -> restarting ... Only
 `weights_arrived` makes a member ready. Colocated ones are `released` while the trainer has the GPU,
-and need weights afterwards. Not here: requests (dispatch.py), sending weights and agreement between
-ranks about it (publisher.py).
+and need weights afterwards.
 """
 
 from __future__ import annotations
@@ -143,10 +142,7 @@ class Fleet:
                 member.state = "needs_weights"
 
     def release_memory(self) -> None:
-        """Colocated: release the GPU memory to the trainer. The weights must be sent again.
-
-        A server that is being restarted is waited for, because it takes its memory as it starts.
-        """
+        """Colocated: release the GPU memory, after waiting for restarts, which take memory."""
         with self._probing:  # a server with a queued health probe crashes on release
             assert not any(member.in_flight for member in self.members)
         done, tags = ("released", "failed"), ["kv_cache", "weights"]

@@ -52,10 +52,7 @@ def listen(urls: Sequence[str]) -> socket.socket:
 
 
 def prepare_nccl(config: Config) -> None:
-    """Give this process's NCCL the settings of SGLang's if weights travel through it.
-
-    Called before the first process group. What the user has set is kept: servers get it too.
-    """
+    """Before the first process group: give NCCL SGLang's settings where the user set none."""
     if config.rollout.has_servers and config.rollout.sglang.transport == "distributed":
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)

@@ -2,8 +2,7 @@
 
 Global rank 0 sends to all servers; through shared memory each data-parallel rank sends to the
 servers that it started. A server that several leaders share lacks the weights as long as any of
-them says so. Not here: when weights are sent and what waits meanwhile (engine.py), sending them
-once (sync.py).
+them says so.
 """
 
 from collections.abc import Iterable, Sequence
@@ -68,9 +67,6 @@ class Publisher:
 
     def publish(self, version: int, *, resent: bool) -> tuple[str | None, int]:
         """Send until every server has the weights or some fleet is lost. Collective.
-
-        Args:
-            resent: whether servers have received this version before.
 
         Returns:
             Why some rank's fleet cannot continue, the same on every rank; and the number of bytes

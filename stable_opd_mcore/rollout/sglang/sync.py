@@ -9,7 +9,7 @@ no second copy of the model exists. The order matters, because a server may die 
 4. only then stamp the new version
 
 The expected checksums are computed in a second pass over the weights while the servers compute
-theirs. Not here: the transfer of a bucket (transports.py), sending again (publisher.py).
+theirs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ def push_once(
         transport: None on ranks that only take part in gathering the weights. The sender's outcome
             counts.
         label: unique to this push.
-        dtype: of the servers' weights.
     """
     if transport is None:
         _gather(chunks)  # to send
@@ -99,10 +98,7 @@ def _gather(chunks: Sequence[Module]) -> None:
 def make_buckets(
     chunks: Sequence[Module], dtype: torch.dtype, bucket_bytes: int, buffers: Buffers
 ) -> Iterator[Bucket]:
-    """Whole tensors cast to `dtype`, packed into two buffers in turn.
-
-    A tensor that is larger than `bucket_bytes` is a bucket of its own.
-    """
+    """Whole tensors cast to `dtype`, packed into two buffers in turn; a large one by itself."""
     shapes = tensors.hf_shapes(architecture_of(chunks))
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     bucket_bytes = min(bucket_bytes, sum(sizes.values()))

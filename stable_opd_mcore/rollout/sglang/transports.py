@@ -5,8 +5,7 @@
 `send` returns before the bucket has arrived, so that the next one is packed meanwhile into the
 other of two buffers. Both buffers are kept between publishes: copying into fresh memory takes ten
 times as long. A server that fails is recorded in `failed` and skipped from then on; nothing raises
-for it. A sender sends to all its servers at once. Not here: the transfer over a process group
-(group.py).
+for it. A sender sends to all its servers at once.
 """
 
 from __future__ import annotations
