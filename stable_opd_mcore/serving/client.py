@@ -130,7 +130,7 @@ class SglangClient:
         *,
         attempts: int = 1,
     ) -> Any:
-        """Send a request and return its JSON reply; `attempts` > 1 only where it may be repeated."""
+        """Send a request and return its JSON reply; `attempts` > 1 only if it may be repeated."""
         attempt = 0
         while True:
             attempt += 1
