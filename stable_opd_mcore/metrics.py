@@ -2,8 +2,7 @@
 
 A mean carries its count, so averages are never averaged; a maximum stays a maximum. `Metrics` maps
 "area/name" keys to such values and merges key by key. `reduce_over_ranks` adds the metrics of a
-group in rank order, so every rank gets the same result, bit for bit. monitoring/metrics.yaml lists
-the keys; monitoring/sinks.py writes them to files.
+group in rank order, so every rank gets the same result, bit for bit.
 """
 
 from __future__ import annotations

@@ -102,7 +102,6 @@ def demo_jobs(directory: Path, num_seeds: int = 1) -> list[Job]:
 
 
 def _models(directory: Path, seed: int) -> dict[str, Job]:
-    """The models of one seed: a teacher that knows all facts, and a student that lacks some."""
     teacher, student = (_supervised(directory, name, seed) for name in MODELS)
     other_stop = Job(
         name=f"seed{seed}/teacher_other_stop",

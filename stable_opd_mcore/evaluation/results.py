@@ -15,10 +15,8 @@ SAMPLES_PER_PART = 1024  # responses that are stored together; an evaluation res
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """How many of the k responses to each problem are right."""
-
     num_samples: int  # k
-    num_correct: tuple[int, ...]  # one per problem, in the order of the problems
+    num_correct: tuple[int, ...]  # right responses of each problem, in the problems' order
     num_over_long: int = 0  # problems without a response, counted as wrong
     # Truncation, repetition, lengths, ... by name, as in data/responses.py; None: not defined.
     rates: Mapping[str, float | None] = field(default_factory=dict)

@@ -47,11 +47,7 @@ def _object(text: bytes | str, place: str, remedy: str) -> dict[str, Any]:
 
 
 def validated(model: type[_Model], record: dict[str, Any], place: str) -> _Model:
-    """The record as a pydantic model; `place` is its file and number.
-
-    Raises:
-        DataError: the message names the first wrong column, its value and what was expected.
-    """
+    """The record at `place` as a pydantic model; a DataError names the first wrong column."""
     try:
         return model.model_validate(record)
     except ValidationError as error:

@@ -1,7 +1,4 @@
-"""The lock of a run directory: one run at a time trains in it.
-
-    with RunLock(run_directory):     # rank 0 only
-        ...
+"""The lock of a run directory, which rank 0 holds: one run at a time trains in it.
 
 The file LOCK names the holder's host and process, and its time stamp is the holder's heartbeat
 (filelock.SoftFileLease). A holder that was killed leaves the file behind. The next run on the same

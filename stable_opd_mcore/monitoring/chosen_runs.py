@@ -1,7 +1,5 @@
 """The runs that a report or a live view shows, and what each has written so far.
 
-    for run in named_runs(["runs/opd", "runs/demo"]): written = read_written(run)
-
 Files of a run may come from anywhere: they are read as plain values, and a malformed one is named.
 """
 

@@ -1,7 +1,5 @@
 """One self-contained HTML page with the curves and rollouts of one run or of several.
 
-    write_report(["runs/opd", "runs/stable_opd"], "report.html")
-
 The page needs no other file, and its security policy forbids every request. All text from the runs
 is escaped. `live_page` makes the page of the live view, which asks its own server (watch.py).
 """

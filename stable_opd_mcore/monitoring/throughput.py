@@ -19,10 +19,6 @@ from stable_opd_mcore.serving.idle_clock import IdleClock
 class PhaseTimer:
     """Times one step.
 
-        timer = PhaseTimer(device)
-        with timer.phase("rollout"): ...
-        metrics = timer.metrics(num_tokens)
-
     The step starts when the timer is created and ends with `metrics`. The times of a phase that is
     entered twice add up. On a CUDA device a phase ends when its kernels have ended; events in the
     device's queue measure that, and the host waits for them only in `metrics`. Reduced over ranks,
@@ -70,9 +66,8 @@ class PhaseTimer:
         of the step that it waits for them: there and while they take the weights ("sync"). Shares
         of the step in which servers are idle, where clocks are given.
 
-        Args:
-            num_tokens: prompt and response tokens of the step's global batch, the same number on
-                every rank. The rate divides it by the ranks' mean step time.
+        `num_tokens` counts the prompt and response tokens of the step's global batch and is the
+        same on every rank. The rate divides it by the ranks' mean step time.
         """
         end = self._now()
         if isinstance(end, torch.cuda.Event):

@@ -70,11 +70,8 @@ def read_openr1(record: Mapping[str, Any], place: str) -> tuple[str, Candidate |
 
 def _usable_generations(row: _Row, place: str) -> list[str]:
     """Generations that are correct and complete; none if one of the lists of verdicts is null."""
-    texts, correct, complete = (
-        row.generations,
-        row.correctness_math_verify,
-        row.is_reasoning_complete,
-    )
+    texts, correct = row.generations, row.correctness_math_verify
+    complete = row.is_reasoning_complete
     if not texts or correct is None or complete is None:
         return []
     reasons = row.finish_reasons or [None] * len(texts)

@@ -178,9 +178,7 @@ def test_the_split_is_seeded_exact_and_disjoint_by_problem():
     assert len(sft) == 70
     assert sorted(sft + opd) == list(range(100))
     assert not {keys[row] for row in sft} & {keys[row] for row in opd}
-
-
-def test_a_group_that_does_not_fit_goes_to_the_second_part():
+    # A group that does not fit goes to the second part.
     assert split_rows(["1", "1", "1", "2"], [0, 1, 2, 3], 2) == ([3], [0, 1, 2])
 
 
