@@ -1,9 +1,8 @@
 """The student's tokenizer: prompts by its chat template, golden responses, stop tokens.
 
-Token ids are the model's own; nothing is translated between vocabularies. A golden response does
-not pass through the template's assistant turn, because some templates (DeepSeek-R1's) delete
-everything before </think> there. Its text follows the generation prompt directly, and the token
-that ends an assistant turn follows its text.
+A golden response does not pass through the template's assistant turn, because some templates
+(DeepSeek-R1's) delete everything before </think> there. Its text follows the generation prompt
+directly, and the token that ends an assistant turn follows its text.
 """
 
 # Not strict: Transformers' types are incomplete.
@@ -36,10 +35,7 @@ _GENERATION = "generation_config.json"
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer with its chat template and its stop tokens.
-
-    `stop_token_ids` holds every id that ends a response; the first one ends golden responses.
-    """
+    """A Hugging Face fast tokenizer; the first of `stop_token_ids` ends golden responses."""
 
     def __init__(
         self,
@@ -83,11 +79,7 @@ class Tokenizer:
         return cls(backend, path, stop_token_ids, template_kwargs)
 
     def with_template_kwargs(self, template_kwargs: Mapping[str, Any] | None) -> Tokenizer:
-        """This tokenizer with other arguments of the chat template; None: the same ones.
-
-        Raises:
-            DataError: an argument that the chat template never reads.
-        """
+        """With other arguments of the chat template; a DataError for one that it never reads."""
         if template_kwargs is None:
             return self
         other = copy.copy(self)
@@ -98,8 +90,7 @@ class Tokenizer:
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json, its config, its chat template and generation_config.json.
 
-        The latter names `stop_token_ids` as EOS, so other programs stop there, too. `load` finds
-        them again, with those of its other sources: give it an override again.
+        The latter names `stop_token_ids` as EOS for other programs; `load` needs an override again.
         """
         self._backend.save_pretrained(str(directory))
         generation = self._generation | {"eos_token_id": list(self.stop_token_ids)}
@@ -120,10 +111,7 @@ class Tokenizer:
 
     @property
     def adds_bos(self) -> int | None:
-        """The BOS that the tokenizer itself puts before a text; None if it adds none.
-
-        Encoding here never adds it: a prompt begins with what its template writes.
-        """
+        """The BOS that the tokenizer itself puts before a text, or None; encoding never adds it."""
         ids = self._backend.backend_tokenizer.encode("1", add_special_tokens=True).ids
         return self.bos_token_id if ids and ids[0] == self.bos_token_id else None
 
@@ -192,11 +180,7 @@ class Tokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without a template and without added tokens.
-
-        Raises:
-            DataError: the synthetic tokenizer lacks a character.
-        """
+        """Ids of each text, none added; a DataError for what the synthetic tokenizer lacks."""
         if self._is_synthetic:
             check_symbols(texts)
         encodings = self._backend.backend_tokenizer.encode_batch_fast(
@@ -214,10 +198,7 @@ class Tokenizer:
         )
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, special ones included; together the text of all.
-
-        If several tokens spell a character, the last one has its text and the others have "".
-        """
+        """The text of each token; of several that spell one character, the last one has it."""
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self._backend.backend_tokenizer, token) or "" for token in token_ids]
 
@@ -266,8 +247,7 @@ class Tokenizer:
     def response_text(self, solution: str, prompt_text: str) -> str:
         """A golden solution as the response to a prompt, which may have opened <think> already.
 
-        A solution without </think> then begins with it, in Qwen3's form for an empty thought.
-        Without it the model would learn to leave the thought open.
+        Without </think> it then begins with it, or the model would learn to leave the thought open.
         """
         if not opens_thinking(prompt_text):
             return solution
@@ -277,11 +257,7 @@ class Tokenizer:
         return opening.removeprefix(_THINK).lstrip("\n") if opening.startswith(_THINK) else solution
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """The text that the chat template makes of these messages.
-
-        Raises:
-            DataError: the template fails.
-        """
+        """The text that the chat template makes of these messages; a DataError if it fails."""
         try:
             return str(
                 self._backend.apply_chat_template(

@@ -19,7 +19,6 @@ def parse_messages(
     """The turns of the prompt, and the golden solution where the last turn is an assistant's.
 
     Args:
-        value: what the row's column holds.
         where: file, row and column, for errors.
         text: checks the content of a message; (message, where) -> its text.
 

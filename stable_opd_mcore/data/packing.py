@@ -1,10 +1,6 @@
 """Share out the samples of a minibatch over data-parallel ranks, and pack a rank's samples into
 micro-batches.
 
-`partition` needs only the costs of all samples, so every rank computes the same shares. `pack`
-builds the tensors of one share. The token weights contain the global normaliser, so the loss does
-not depend on the micro-batch of a sample.
-
 Sequences lie end to end, and cu_seqlens holds their bounds. Tokens that fill a micro-batch up to a
 multiple are a last sequence without loss rows. Context parallelism needs every sequence to be a
 multiple; its filling tokens stand at its end, where causal attention hides them from the others.
@@ -42,11 +38,7 @@ def split_by_prompt(facts: SampleFacts, parts: int) -> list[NDArray[np.int64]]:
 def costs(
     tokens_B: NDArray[np.int64], attention_length: float, sequence_multiple: int = 1
 ) -> NDArray[np.float64]:
-    """What each sequence of prompt and response costs, in tokens without attention.
-
-    attention_length: tokens of a sequence whose attention costs as much as all else
-    (Architecture.attention_length).
-    """
+    """What each sequence costs, in tokens; attention doubles the cost of `attention_length`."""
     lengths_B = _up_to(sequence_multiple, tokens_B)
     return lengths_B * (1 + lengths_B / attention_length)
 
@@ -56,8 +48,7 @@ def partition(
 ) -> list[list[int]]:
     """Places of the sequences of each part, balanced by cost: those of `first_B`, and all together.
 
-    Order: those of `first_B`, then the others, the costliest first. Each goes to the part with the
-    lowest sum, ties to the lower part.
+    Those of `first_B` come first, the costliest first; each goes to the lowest part of lowest sum.
     """
     loads = [(0.0, part) for part in range(parts)]  # a heap
     shares: list[list[int]] = [[] for _ in range(parts)]

@@ -1,7 +1,6 @@
 """The prompts of a run: encoded, checked against the model's window, and their order.
 
-`PromptSet` holds rows as prompts. `PromptOrder` gives the row of each slot, a prompt's place in the
-data order. It is a function of (seed, slot), so a checkpoint stores only the number of used slots.
+The order is a function of (seed, slot), so a checkpoint stores only the number of used slots.
 """
 
 import logging
@@ -242,11 +241,8 @@ def _encode_golden(
 
 
 def _refuse_control_tokens(row: Row, tokenizer: Tokenizer, golden: str) -> None:
-    """Refuse text that the tokenizer would encode as a control token.
-
-    Such a token in a problem ends the user's turn inside the prompt; in a golden solution it
-    teaches the student to stop early. Breaking the text up would train on other tokens than the row
-    shows.
+    """Refuse text that would be encoded as a control token: in a problem it ends the user's turn
+    inside the prompt; in a golden solution it teaches the student to stop early.
     """
     solution = row.solution or "" if golden != "none" else ""
     system = next((each["content"] for each in row.messages if each["role"] == "system"), "")

@@ -1,8 +1,4 @@
-"""The two detectors of repetition (docs/method.md §5).
-
-`tail_loop` is the first: the maximal periodic suffix of a response, exact, with the place where it
-begins. `is_repetitive` is the paper's: how far zlib compresses the end of the text.
-"""
+"""The two detectors of repetition: loops of tokens, and the paper's rate (docs/method.md §5)."""
 
 import zlib
 from collections.abc import Sequence
@@ -32,10 +28,7 @@ class TailLoop:
 
 
 def min_loop_tokens(max_new_tokens: int | None) -> int:
-    """The least tokens of a loop in responses of at most `max_new_tokens` tokens; None: no budget.
-
-    A quarter of a small budget: a loop that the budget cuts cannot grow to 32 tokens.
-    """
+    """The least tokens of a loop: a quarter of a small budget, because the budget cuts loops."""
     if max_new_tokens is None:
         return MIN_LOOP_TOKENS
     return max(LEAST_LOOP_TOKENS, min(MIN_LOOP_TOKENS, max_new_tokens // 4))

@@ -1,7 +1,6 @@
 """From graded responses to numbers: accuracy, truncation, repetition, lengths (docs/method.md §5).
 
-The metrics of a run, `stable-opd evaluate` and `stable-opd score` all come from here. `measure`
-reads one response, `ResponseTotals` adds measured responses up and holds none of them.
+`measure` reads one response, `ResponseTotals` adds measured responses up and holds none of them.
 """
 
 import math
@@ -61,10 +60,7 @@ class CompressionLimits:
 
 @dataclass(frozen=True)
 class MeasuredResponse:
-    """What one graded response adds to the numbers.
-
-    Lengths are in tokens; in characters where a response was measured without its token ids.
-    """
+    """What one graded response adds to the numbers; without token ids, lengths in characters."""
 
     length: int
     finish_reason: FinishReason | None  # None: not known
@@ -93,9 +89,7 @@ def measure(
     reward: float | None,
     grading_failure: GradingFailure | None = None,
 ) -> MeasuredResponse:
-    """Measure one response: its text without, and its token ids with the stop token. Without token
-    ids, characters are measured.
-    """
+    """Measure a response: its text without, its ids with the stop token; else its characters."""
     repetitive = is_repetitive(text, limits.tail_characters, limits.ratio)
     same_tail = limits.tail_characters == PAPER_TAIL_CHARACTERS
     return MeasuredResponse(
@@ -133,9 +127,7 @@ class ResponseTotals:
             self._means[name] += Mean(value, weight)
 
     def metrics(self, area: str) -> Metrics:
-        """`<area>/<name>` for every name, `grading_*` only if a response was graded; a mean over
-        nothing is None.
-        """
+        """`<area>/<name>` for every name; a mean over nothing is None."""
         metrics: dict[str, Metric] = dict(self._means)
         lengths, counts = tuple(self._lengths), tuple(self._lengths.values())
         metrics["response_length_p50"] = Quantile(0.5, lengths, counts)
@@ -151,10 +143,7 @@ class ResponseTotals:
 def rollout_metrics(
     rollouts: Iterable[Rollout], max_new_tokens: int, area: str = "rollout"
 ) -> Metrics:
-    """The numbers of a set of rollouts under `<area>/...` ("rollout", "eval" or "eval_greedy").
-
-    Each rank measures its own rollouts, and the results add up.
-    """
+    """The numbers of this rank's rollouts under `<area>/...`; those of all ranks add up."""
     limits = compression_limits(max_new_tokens)
     totals = ResponseTotals(max_new_tokens)
     for rollout in rollouts:

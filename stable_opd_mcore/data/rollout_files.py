@@ -1,8 +1,7 @@
 """Rollouts as files: one JSON Lines file a step, for readers, the report and the replay engine.
 
 `rollouts/step_000012.jsonl` holds one object per rollout with every field of `Rollout` and
-`Prompt`, except the experts, which are longer than all else. `read_rollouts` returns exactly what
-`write_rollouts` wrote. A file is written atomically.
+`Prompt`, except the experts, which are longer than all else.
 """
 
 import json

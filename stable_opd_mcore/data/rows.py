@@ -1,7 +1,4 @@
-"""One row of a data source, as text.
-
-Not a `Prompt`, which is a row after the chat template, with token ids (data/prompts.py).
-"""
+"""One row of a data source, as text; a `Prompt` is a row after the chat template."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,8 +1,4 @@
-"""Samples from rollouts and golden solutions, with the token masks of the objective.
-
-The mixture (docs/method.md §2) trains on one golden solution for each prompt of the batch, in
-addition to its rollouts.
-"""
+"""Samples from rollouts and golden solutions, with the token masks of the objective."""
 
 import math
 import random
@@ -44,11 +40,7 @@ def rollout_samples(
     masks: TokenMasksConfig = _NO_MASKS,
     max_new_tokens: int | None = None,
 ) -> list[Sample]:
-    """One sample per rollout; masked tokens have trained=False.
-
-    Args:
-        max_new_tokens: the length budget, which says how long a loop must be.
-    """
+    """One sample per rollout; `max_new_tokens` says how long a loop must be."""
     least = min_loop_tokens(max_new_tokens)
     samples: list[Sample] = []
     for rollout in rollouts:
@@ -74,11 +66,7 @@ def rollout_samples(
 
 
 def golden_samples(prompts: Iterable[Prompt]) -> list[Sample]:
-    """One sample per prompt, every token trained: token masks apply to rollouts only.
-
-    Raises:
-        ValueError: a prompt without a golden solution, which PromptSet refuses beforehand.
-    """
+    """One sample per prompt, every token trained; a ValueError without a golden solution."""
     samples: list[Sample] = []
     for prompt in prompts:
         if not prompt.golden_token_ids:

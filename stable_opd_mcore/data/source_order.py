@@ -1,8 +1,7 @@
 """The order of prompts of several sources: each slot takes the source that lacks most.
 
 The n-th slot of a run, from 0, takes the source s with the largest w_s (n + 1) - (its slots so
-far), w_s its share of the weights, the first of equals. Within a source the rows come as in
-`PromptOrder`. All of it is a function of sizes, weights, seed and cursor.
+far), w_s its share of the weights, the first of equals.
 """
 
 from bisect import bisect_left
@@ -21,7 +20,6 @@ class SourceOrder:
 
     Args:
         sizes: rows of each source, by its name.
-        weights: of each source; any positive numbers.
         per_step: slots of a step, in which no row stands twice.
 
     Raises:

@@ -1,6 +1,5 @@
 """Rows of a JSON Lines or parquet file, a datasets directory, a hub id, or the synthetic task.
 
-Column names come from the config; a dotted name reaches into nested values ("target.0.content").
 GSM8K's form of an answer ("... #### 42" at the end of the solution) is recognised; where every
 solution has it, it becomes a box, and other solutions stay as they are. No row is skipped silently:
 a row that cannot be used is an error that names file, row, column and remedy.

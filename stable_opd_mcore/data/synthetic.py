@@ -62,11 +62,7 @@ class _Problem:
 
 
 def arithmetic_rows(options: dict[str, Any], split: str, limit: int | None = None) -> list[Row]:
-    """The rows of one split. No problem of "train" is in another split.
-
-    Raises:
-        DataError: unknown or inconsistent options.
-    """
+    """The rows of one split; no problem of "train" is in another. A DataError for bad options."""
     try:
         parsed = ArithmeticOptions.model_validate(options)
     except ValidationError as error:

@@ -1,7 +1,6 @@
 """The teacher's own prompt: `teacher.prompt`, a Jinja template over the columns of a row.
 
-The rendered text is the user's message; the teacher's chat template makes the prompt of it. The
-template runs in Jinja's sandbox: values of a row are data, never code.
+The template runs in Jinja's sandbox: values of a row are data, never code.
 """
 
 import re
@@ -22,9 +21,7 @@ class TeacherPrompt:
     """Renders and encodes the teacher's prompt of a row.
 
     Args:
-        template: `teacher.prompt`.
         tokenizer: the teacher's, with its own arguments of the chat template.
-        system: `data.system_prompt`.
         window: positions of the teacher; None: not known here.
 
     Raises:

@@ -16,11 +16,7 @@ _OF_THE_RENDERER = frozenset({"messages", "tools", "documents", "add_generation_
 
 
 def template_variables(template: str) -> frozenset[str]:
-    """The names that a template reads and the renderer does not give; special tokens excepted.
-
-    Raises:
-        DataError: the template is no valid Jinja.
-    """
+    """The names that a template reads and the renderer does not give; a DataError if invalid."""
     try:
         environment = _compile_jinja_template(template).environment  # the one that renders it
         names = meta.find_undeclared_variables(environment.parse(template))

@@ -1,7 +1,4 @@
-"""Where a tokenizer comes from: a model directory's files, or code, for the arithmetic task.
-
-Not here: prompts and stop tokens (chat.py), the task itself (synthetic.py).
-"""
+"""Where a tokenizer comes from: a model directory's files, or code, for the arithmetic task."""
 
 # Not strict: Transformers' types are incomplete.
 # pyright: basic

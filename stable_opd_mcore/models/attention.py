@@ -3,11 +3,9 @@
 Shapes: T packed tokens, P cells of their padded rectangles, A query heads and G key-value groups of
 this tensor rank, D head size.
 
-One class replaces the forward of Megatron's SelfAttention and keeps its projections, norms and
-parallelism. Rotary positions come per token, and sequences of similar length are attended to
-together, so nothing loops over the sequences of a micro-batch. Under context parallelism the keys
-of all ranks are gathered. Not for decoding (rollout/ has its own cached attention), and not used
-where Transformer Engine is available.
+One class replaces the forward of Megatron's SelfAttention. Sequences of similar length are attended
+to together, so nothing loops over the sequences of a micro-batch. Under context parallelism the
+keys of all ranks are gathered. Not for decoding: rollout/ has its own cached attention.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Write a checkpoint directory on all ranks together.
 
-    save_directory(tree, chunks, directory, describe)
-
-Megatron's strategy writes it. Ranks that hold the same weights write a share each, and each rank
-hashes its files. One rename makes the directory appear; a crash before leaves the older directory
-and a `partial-` one, which the next save removes.
+Ranks that hold the same weights write a share each, and each rank hashes its files. One rename
+makes the directory appear; a crash before leaves the older directory and a `partial-` one, which
+the next save removes.
 """
 
 from __future__ import annotations
@@ -67,9 +65,7 @@ _OWN_WRITERS: dict[str, Any] = (
 
 
 def sharding() -> dict[str, Any]:
-    """Megatron's options for saving and loading, with which any layout reads the checkpoint. A new
-    dict each time, because Megatron adds process groups to it.
-    """
+    """Megatron's options, with which any layout reads it; a new dict, as Megatron adds to it."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -88,13 +84,11 @@ def save_directory(
 
     Args:
         tree: the sharded tensors, as `weights_of` gives them, and others.
-        chunks: the model, for config.json.
         describe: called on rank 0 to write the small files.
         add_own_files: called on every rank to write files with the rank's number in their names.
 
     Raises:
-        UserError: a rank could not write. The message has the space that was missing. An older
-            `directory` is untouched.
+        UserError: a rank could not write, and why. An older `directory` is untouched.
     """
     partial_directory = directory.with_name(f"partial-{directory.name}")
     needed_bytes = sum(gather_objects(_bytes_of(tree)))
@@ -146,9 +140,7 @@ def _write(tree: dict[str, Any], chunks: Sequence[Module], directory: Path) -> N
 
 
 def _together(directory: Path, needed_bytes: int, action: Callable[[], _T]) -> list[_T]:
-    """The results of all ranks; if any cannot write, the directory is removed and all raise a
-    UserError.
-    """
+    """The results of all ranks; if one cannot write, all raise a UserError."""
     reason, results = None, []
     try:
         results = [action()]

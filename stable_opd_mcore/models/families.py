@@ -1,7 +1,6 @@
 """The model families that can be built, and architectures read from Hugging Face's config.json.
 
-A new decoder family is an entry of FAMILIES and, if its tensors have other names, entries of the
-table in tensors.py.
+A new decoder family is an entry of FAMILIES, and of tensors.py if its tensors have other names.
 """
 
 from __future__ import annotations
@@ -175,13 +174,7 @@ def layout_refusal(
     expert: int = 1,
     sequence: bool = True,
 ) -> str | None:
-    """Why these ranks cannot hold the model; None where they can.
-
-    Args:
-        num_chunks: model chunks of each pipeline stage.
-        expert: ranks over which the experts of a layer are divided.
-        sequence: whether sequence parallelism cuts the tokens over the tensor ranks.
-    """
+    """Why these ranks cannot hold the model; None where they can. `num_chunks`: of each stage."""
     experts = architecture.experts
     heads = ("num_attention_heads", "num_key_value_heads")
     for name in heads if experts is not None else (*heads, "ffn_hidden_size"):

@@ -1,13 +1,9 @@
 """FP8 in the products of a model's layers: which models can have it, and Megatron's settings.
 
-    fp8 = config.fp8.of("teacher")                      # None: the layers compute in their dtype
-    build_model(architecture, world, fp8=fp8, trainable=False)
-
 With Transformer Engine the products run in FP8, and a frozen model holds these weights in FP8.
-Elsewhere the torch layers round their operands to FP8 and back (fp8_emulation.py). Embedding,
-norms, attention scores, router, output head and loss keep the model's dtype with either. The rules
-on sizes are those of Transformer Engine's GEMMs with either, so that a laptop refuses what a
-cluster would.
+Elsewhere the torch layers round their operands to FP8 and back (fp8_emulation.py). The rules on
+sizes are those of Transformer Engine's GEMMs with either, so that a laptop refuses what a cluster
+would.
 """
 
 from __future__ import annotations
@@ -27,9 +23,7 @@ MULTIPLE = 16
 
 
 def refuse_fp8(architecture: Architecture, fp8: Fp8, *, tensor: int, precision: str | None) -> None:
-    """Raise a UserError if the recipe does not suit the model's sizes on this layout, or the
-    precision: `train.precision` where Transformer Engine runs the products; None: emulated.
-    """
+    """Raise a UserError if sizes or precision do not suit it; None: products are emulated."""
     for name, width in _widths(architecture, tensor).items():
         if width % MULTIPLE:
             raise UserError(

@@ -103,10 +103,6 @@ class _Product(torch.autograd.Function):
 
 
 def fp8_linear(input: Tensor, weight_OH: Tensor, rounding: Rounding) -> Tensor:
-    """input [..., H] times weight [O, H] transposed, with operands and gradients rounded.
-
-    Returns:
-        [..., O] in the input's dtype.
-    """
+    """input [..., H] times weight [O, H] transposed, operands and gradients rounded: [..., O]."""
     output: Any = _Product.apply(input, weight_OH, rounding)
     return output

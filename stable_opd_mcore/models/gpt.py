@@ -1,11 +1,4 @@
-"""Build this rank's chunks of a model, with random weights.
-
-    architecture = read_architecture(path)
-    chunks = build_model(architecture, world, precision="bf16", recompute="none", trainable=True)
-    load_hf(chunks, path)                               # huggingface.py
-
-A rank's part of a model is a list of chunks: one, or several with a virtual pipeline.
-"""
+"""Build this rank's chunks of a model, with random weights; a virtual pipeline has several."""
 
 from __future__ import annotations
 
@@ -195,12 +188,7 @@ def _recompute_config(architecture: Architecture, recompute: Recompute) -> dict[
 
 
 def _experts_config(architecture: Architecture, world: World) -> dict[str, Any]:
-    """Megatron's settings of the routers and experts; nothing for a dense model.
-
-    No token is dropped, probabilities are computed in fp32, and no loss balances the experts. An
-    expert is not cut over tensor ranks: its matrices are narrow, and expert-parallel ranks save the
-    same memory.
-    """
+    """Megatron's settings of the routers and experts; nothing for a dense model."""
     experts = architecture.experts
     if experts is None:
         return {}
@@ -214,7 +202,7 @@ def _experts_config(architecture: Architecture, world: World) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": transformer_engine_is_usable(),
         "expert_model_parallel_size": world.expert_size,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,  # matrices are narrow; expert ranks save as much memory
     }
 
 
@@ -255,10 +243,7 @@ def _build_chunk(
 
 
 def leave_out_activations(chunk: torch.nn.Module) -> None:
-    """Let Megatron 0.16 save an MLP whose activation is a module, as Transformer Engine's is.
-
-    Megatron asks every part of an MLP for its sharded tensors; this part lacks the method.
-    """
+    """Let Megatron 0.16 save an MLP with an activation module, which lacks sharded_state_dict."""
     for module in chunk.modules():
         activation: Any = getattr(module, "activation_func", None)
         if isinstance(activation, torch.nn.Module):
@@ -270,11 +255,7 @@ def _no_weights(*unused: Any, **also_unused: Any) -> dict[str, Any]:
 
 
 def _forget_routing(chunk: torch.nn.Module) -> None:
-    """Let Megatron's dispatchers of experts go of a micro-batch's routing after its last use.
-
-    The probabilities of a layer that recompute has run again hold what that run has saved, and the
-    dispatcher would keep them until the next micro-batch.
-    """
+    """Let dispatchers forget a micro-batch's routing after use: it holds what recompute saved."""
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             dispatcher: Any = module.token_dispatcher

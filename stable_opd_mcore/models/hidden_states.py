@@ -1,8 +1,5 @@
 """The model chunk that the trainer runs, from packed tokens to hidden states, and the output head.
 
-    hidden_TH = forward_hidden(chunks[-1], microbatch)      # complete on every tensor rank
-    head = output_head(chunks)
-
 losses/ multiplies the two block by block, so logits of a whole micro-batch never exist.
 """
 
@@ -66,9 +63,7 @@ def unwrap(chunk: torch.nn.Module) -> HiddenStatesGPTModel:
 def output_head(chunks: Sequence[torch.nn.Module], vocab_size: int | None = None) -> Head | None:
     """This tensor rank's shard of the head, the parameter itself; None before the last stage.
 
-    Args:
-        vocab_size: the common vocabulary of student and teacher; rows of the head beyond it are
-            padding. None: the architecture's.
+    vocab_size: rows of the head beyond it are padding; None: the architecture's.
     """
     last = unwrap(chunks[-1])
     if not last.post_process:

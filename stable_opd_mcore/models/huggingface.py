@@ -1,11 +1,4 @@
-"""Read and write model directories in Hugging Face's form.
-
-    load_hf(chunks, path)              # checks everything before it overwrites the first weight
-    export_hf(chunks, directory)       # writes the whole directory or nothing
-
-Exact in both directions. Not here: Megatron's distributed form (megatron_checkpoint.py), the table
-of names and layouts (tensors.py).
-"""
+"""Read and write model directories in Hugging Face's form, exact in both directions."""
 
 from __future__ import annotations
 
@@ -78,11 +71,8 @@ def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
 
 
 def check_hf(path: str | Path, architecture: Architecture) -> list[str]:
-    """Check the names, shapes and types of all tensors in a directory; returns the names of files
-    of weights that nothing reads.
-
-    Raises:
-        UserError: as `load_hf`, but for values that are not finite.
+    """Check the names, shapes and types of all tensors; returns the files of weights that nothing
+    reads. Raises as `load_hf`, but for values that are not finite.
     """
     with _Checkpoint(Path(path)) as checkpoint:
         checkpoint.check(architecture)
@@ -105,11 +95,7 @@ def export_hf(
     """Write config.json and safetensors that `transformers` loads, in the weights' own precision.
 
     Collective over all ranks; rank 0 writes. An existing `directory` is replaced once the new one
-    is complete.
-
-    Args:
-        save_tokenizer: writes the tokenizer's files into the directory it is given.
-        max_file_bytes: the most bytes of a file that holds several tensors.
+    is complete, with the tokenizer's files from `save_tokenizer`.
 
     Raises:
         UserError: a weight is not finite, or the directory cannot be written.

@@ -1,11 +1,9 @@
 """The products of the torch layers, which oneDNN computes in fp32 on a CPU.
 
-torch gives them to MKL, which is slower on some CPUs (BENCHMARKS.md). Here outputs and gradients of
-inputs come from oneDNN. Gradients of weights, at which MKL is as fast, are added to Megatron's
-`main_grad` without a tensor in between.
+torch gives them to MKL, which is slower on some CPUs (BENCHMARKS.md). Gradients of weights, at
+which MKL is as fast, are added to Megatron's `main_grad` without a tensor in between.
 
-Layers in FP8 multiply what fp8_emulation.py has rounded. Shapes: T tokens, H inputs, O outputs of
-this rank's part of a matrix.
+Shapes: T tokens, H inputs, O outputs of this rank's part of a matrix.
 """
 
 from __future__ import annotations

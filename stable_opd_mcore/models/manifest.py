@@ -1,12 +1,7 @@
 """The manifest of a checkpoint directory: the size and checksum of every file in it.
 
-    entries = hash_own_files(directory)     # on all ranks
-    write_manifest(directory, gathered)     # on rank 0, which hashes the other files
-    fault = find_damage(directory)          # on all ranks together, before any file is read
-
 A rank hashes the files that it wrote while they are in its page cache, and verifies an equal share
-of all files. xxh3 finds damaged storage and broken copies; it is no protection against forgery. Not
-here: which checkpoint a run resumes from (train/persistence/checkpoint.py).
+of all files. xxh3 finds damaged storage and broken copies; it is no protection against forgery.
 """
 
 from __future__ import annotations
@@ -46,10 +41,7 @@ def write_manifest(directory: Path, gathered: Sequence[Entries]) -> None:
 
 
 def find_damage(directory: Path) -> str | None:
-    """Which file is missing or differs from the manifest, and how; None if all files agree.
-
-    Collective: all ranks get the same answer.
-    """
+    """How a file differs from the manifest, on all ranks; None if all files agree. Collective."""
     fault: str | None = None
     files: Entries = {}
     if dist.get_rank() == 0:

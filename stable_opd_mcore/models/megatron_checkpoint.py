@@ -1,8 +1,6 @@
 """Read and write weights in Megatron's distributed checkpoint form, on any TP x PP layout.
 
-A directory in this form holds config.json and can be used as a model directory. A run's checkpoint
-(train/persistence/checkpoint.py) is such a directory too, and also holds optimizer and counters.
-Not here: writing the files (directory_save.py), Hugging Face's form (huggingface.py).
+A directory in this form holds config.json and can be used as a model directory.
 """
 
 from __future__ import annotations
@@ -55,8 +53,7 @@ def require_manifest(path: str | Path) -> None:
 def weights_of(chunks: Sequence[Module]) -> dict[str, Any]:
     """The sharded weights of this rank's chunks, as Megatron saves and loads them.
 
-    Without `_extra_state`: Transformer Engine's layers have it where the torch layers have none, so
-    a checkpoint with it would load into the same kind of layers only. The FP8 recipes need none.
+    Without `_extra_state` of Transformer Engine's layers, which torch layers could not load.
     """
     return {
         f"model{index}": {
@@ -80,10 +77,7 @@ def set_weights(chunks: Sequence[Module], loaded: dict[str, Any]) -> None:
 def save_weights(
     chunks: Sequence[Module], directory: Path, save_tokenizer: Callable[[Path], object]
 ) -> None:
-    """Write weights, config.json and manifest into a new directory, on all ranks together.
-
-    Args:
-        save_tokenizer: writes the tokenizer's files into the directory it is given.
+    """Write weights, config.json, manifest and tokenizer into a new directory. Collective.
 
     Raises:
         UserError: the directory exists or cannot be written, or a weight is not finite.

@@ -26,10 +26,7 @@ def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
 
 
 class RotaryByPosition(torch.nn.Module):
-    """Rotations per token, in place of Megatron's RotaryEmbedding.
-
-    The model sets `positions` before each forward; the table grows as needed.
-    """
+    """Rotations per token, for Megatron's; the model sets `positions` before each forward."""
 
     def __init__(self, frequencies: Tensor, dtype: torch.dtype) -> None:
         super().__init__()

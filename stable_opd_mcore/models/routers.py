@@ -7,10 +7,7 @@
 
 Counted are the trained positions, tokens whose successor is a response token, so every layout gives
 the same numbers (docs/method.md §5). A micro-batch with `routed_experts_TYX` replays the rollout
-engine's choices: a router that sums in another order may choose another expert where two logits are
-close. Probabilities and gradients are the trainer's own (docs/experts.md).
-
-A dense model has no routers: nothing is computed or communicated.
+engine's choices; probabilities and gradients are the trainer's own (docs/experts.md).
 
 Y layers, E experts, X chosen experts of a token, T this rank's tokens of a micro-batch.
 """
@@ -54,10 +51,8 @@ class Routers:
     def applying(self, batch: MicroBatch, *, trains: bool, counts: bool = True) -> Iterator[None]:
         """Count and replay the choices of `batch` in the forward pass inside the block.
 
-        Args:
-            trains: a backward pass follows. Where it runs layers again (recompute), they replay
-                the same choices.
-            counts: False: the choices are only replayed.
+        trains: a backward pass follows; where it runs layers again, they replay the same choices.
+        counts: False: the choices are only replayed.
         """
         if not self._routers:
             yield
@@ -85,10 +80,7 @@ class Routers:
                 router.end()
 
     def take(self) -> Metrics:
-        """The metrics `moe/*` since the last call, equal on all ranks; none for a dense model.
-
-        Collective.
-        """
+        """The metrics `moe/*` since the last call, equal on all ranks; none if dense."""
         if self._experts is None:
             return Metrics()
         counts_YE = self.counts_YE.clone()
@@ -162,9 +154,7 @@ class _Router:
 
 
 def load_metrics(counts_YE: Tensor) -> Metrics:
-    """The metrics of the choices of E experts in Y layers (docs/method.md §5); None values where
-    nothing was counted.
-    """
+    """The metrics of the choices of E experts in Y layers; None values where nothing is counted."""
     num_layers, num_experts = counts_YE.shape
     mean_Y = counts_YE.sum(dim=1).clamp(min=1) / num_experts
     sums = ((counts_YE.amax(dim=1) / mean_Y).sum(), (counts_YE == 0).sum(), counts_YE.sum())

@@ -92,7 +92,6 @@ def describe(
     Args:
         name: as in `named_parameters` of the chunk.
         layer_numbers: the model-wide index, from 0, of each of the chunk's layers.
-        architecture: of the model. A tied head's copy on the last stage is the embedding.
         first_expert: the model-wide index of this expert-parallel rank's first expert.
     """
     match = _LAYER_NAME.fullmatch(name)
@@ -168,10 +167,7 @@ _UNCUT = ("whole", "expert_gate_up", "expert_down")
 
 
 def own_part(shape: Sequence[int], layout: Layout, rank: int, size: int) -> tuple[slice, ...]:
-    """The part of an HF tensor of this shape that tensor rank `rank` of `size` holds.
-
-    All layouts but "vocab" divide evenly (families.layout_refusal).
-    """
+    """The part of an HF tensor that tensor rank `rank` of `size` holds; "vocab" may be uneven."""
     if layout in _UNCUT:
         return (slice(None),)
     cut = 1 if layout == "columns" else 0
@@ -200,10 +196,7 @@ def join_parts(
 def unshard(
     shards: Sequence[Tensor], layout: Layout, architecture: Architecture
 ) -> tuple[Tensor, ...]:
-    """The full HF tensors of all tensor ranks' shards, in rank order.
-
-    The results are views of a single shard, where the layout allows it.
-    """
+    """The full HF tensors of all tensor ranks' shards; of one shard, views where possible."""
     if layout == "qkv":
         size, per_group = architecture.head_dim, architecture.num_attention_heads
         per_group = per_group // architecture.num_key_value_heads

@@ -1,8 +1,5 @@
 """The weights of a built model, by the names of Hugging Face's tensors: make, fill, copy, iterate.
 
-    random_weights(chunks, seed)
-    for name, tensor in iter_hf_tensors(chunks): ...    # full tensors, in step on all ranks
-
 Exact in both directions; padded vocabulary rows are zero when filled and are never read.
 """
 
@@ -30,8 +27,7 @@ from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 def random_weights(chunks: Sequence[Module], seed: int) -> None:
     """Normal matrices with the architecture's initializer_range; norms 1, biases 0.
 
-    Each full tensor has its own generator, seeded by `seed` and its HF name, so the weights do not
-    depend on the layout.
+    Each full tensor has its own seed, so the weights do not depend on the layout.
     """
     architecture = architecture_of(chunks)
 
@@ -108,10 +104,7 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
 def copy_weights(
     from_chunks: Sequence[Module], to_chunks: Sequence[Module], decay: float = 0.0
 ) -> None:
-    """to <- decay · to + (1 - decay) · from, on this rank; both have one architecture and layout.
-
-    With a decay `to_chunks` are in fp32.
-    """
+    """to <- decay · to + (1 - decay) · from, on this rank, of one architecture and layout."""
     assert architecture_of(from_chunks) == architecture_of(to_chunks)
     for source, target in zip(
         described_parameters(from_chunks), described_parameters(to_chunks), strict=True
@@ -124,10 +117,7 @@ def copy_weights(
 
 
 def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
-    """Raise a NotFiniteError on all ranks if a weight of some rank is NaN or infinite. Collective.
-
-    origin: begins the message.
-    """
+    """Raise a NotFiniteError on all ranks if some weight is NaN or infinite. Collective."""
     parameters = [(weight.detach(), entry) for _, weight, entry in described_parameters(chunks)]
     bounds = torch.stack([_bounds(weight) for weight, _ in parameters])  # read from the GPU once
     finite = bounds.isfinite().all(dim=1).tolist()
@@ -170,9 +160,7 @@ def fill_weights(
 ) -> None:
     """Fill every weight of this rank; a weight that the table does not name is a KeyError.
 
-    Args:
-        source: gives the part of an HF tensor, by the tensor's name and a slice of each dimension.
-            It is asked only for what this rank holds.
+    source: gives the part of an HF tensor, by the tensor's name and a slice of each dimension.
     """
     group = unwrap(chunks[0]).pg_collection.tp
     architecture = architecture_of(chunks)
@@ -189,10 +177,9 @@ def fill_weights(
 
 
 def weights_hash(chunks: Sequence[Module]) -> str:
-    """SHA-256 over names, dtypes and values of all HF tensors, as 64 hexadecimal digits.
+    """SHA-256 over names, dtypes and values of all HF tensors, in hexadecimal; collective.
 
-    The same for the same weights in any layout and file format; the same values in another
-    precision have another hash. Collective; rank 0 hashes.
+    The same for the same weights in any layout; in another precision it is another hash.
     """
     digest = hashlib.sha256()
     for name, tensor in iter_hf_tensors(chunks):

@@ -1,11 +1,8 @@
 """Context parallelism: the tokens of a micro-batch that one rank holds.
 
-    batch = slice_microbatch(batch, world.context_rank, world.context_size)
-
 C ranks cut every packed sequence into 2C equal pieces; rank r holds pieces r and 2C-1-r, so that
-causal attention costs every rank the same. Transformer Engine's `thd_get_partitioned_indices` and
-Megatron's rotary embedding use the same order, so either attention works on it. Targets are shifted
-before, in data/packing.py, because the next token may lie on another rank.
+causal attention costs every rank the same. Transformer Engine and Megatron's rotary embedding use
+the same order. Targets are shifted before, because the next token may lie on another rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Adam for the CPU, with the interface and the state layout of the GPU's fused optimizers.
 
 Transformer Engine's and Apex's FusedAdam keep `exp_avg` and `exp_avg_sq` per parameter and `step`
-in the parameter group; Megatron's distributed checkpoints depend on that layout. The arithmetic is
-torch's fused CPU kernel. Not used where CUDA is available.
+in the parameter group; Megatron's distributed checkpoints depend on that layout.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ from torch.optim.adam import adam
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam with decoupled weight decay, or with L2 decay when `adam_w_mode` is False.
-
-    Newer releases of Megatron give `capturable`, False.
-    """
+    """Adam with decoupled weight decay, or with L2 decay when `adam_w_mode` is False."""
 
     def __init__(
         self,
@@ -28,7 +24,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
-        capturable: bool = False,
+        capturable: bool = False,  # given by newer releases of Megatron
     ) -> None:
         assert not capturable, "a CPU captures no CUDA graphs"
         self._decoupled = adam_w_mode

@@ -1,8 +1,7 @@
 """The stand-in for `torch.cuda` inside megatron-core on a machine without CUDA.
 
 There is one device, the CPU; streams and events do nothing; the CUDA generator is torch's default
-generator. Any other name is looked up in the real torch.cuda. Only modules that megatron_cpu.py
-rewrites use it.
+generator. Any other name is looked up in the real torch.cuda.
 """
 
 from __future__ import annotations

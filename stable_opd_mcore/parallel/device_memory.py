@@ -5,10 +5,8 @@
     memory.lend(servers.release_memory)     # nothing on the device; the next `hold` takes it back
 
 A part is moved storage by storage: the bytes are copied to the host, and the storage is resized to
-zero bytes. Every tensor keeps its storage, so Megatron's views of one buffer (parameters, optimizer
-shards, gradients) stay views of it. On a CPU the same code runs, so a test can count bytes.
-
-Not moved: workspaces of Transformer Engine and NCCL, and the CUDA context. No GPU has run this yet.
+zero bytes. Every tensor keeps its storage, so Megatron's views of one buffer stay views of it.
+Workspaces of Transformer Engine and NCCL and the CUDA context stay. No GPU has run this yet.
 """
 
 from __future__ import annotations
@@ -45,12 +43,7 @@ class _Moved:
 
 
 class DeviceMemory:
-    """The trainer's parts on one rank's device.
-
-    Args:
-        parts: all parts that can move.
-        offloaded: names of the parts that do move; the others always stay on the device.
-    """
+    """The trainer's parts on one rank's device; those not in `offloaded` always stay there."""
 
     def __init__(
         self,

@@ -2,13 +2,8 @@
 
 Only `megatron.*` is rewritten, and only the expressions that raise without CUDA: `torch.cuda.x`
 becomes a facade whose device is the CPU, `"cuda"` constants become `"cpu"`, `tensor.cuda()` becomes
-`tensor.cpu()`, and imports of Transformer Engine and apex fail. Valid for megatron-core 0.16 to
-0.19.
-
-Not a monkeypatch: no attribute of torch changes, so transformers, dynamo and user code see the real
-torch. Not a second implementation: pipelining, layers, optimizer, checkpoints are Megatron's own.
-Streams, NCCL, CUDA graphs and fused kernels do not run here. parallel/megatron_import.py installs
-the hook.
+`tensor.cpu()`, and imports of Transformer Engine and apex fail. No attribute of torch changes.
+Streams, NCCL, CUDA graphs and fused kernels do not run. Valid for megatron-core 0.16 to 0.19.
 """
 
 from __future__ import annotations
@@ -60,11 +55,9 @@ def find_spec(
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the rewritten source and keeps its bytecode apart from Megatron's own.
+    """Compiles the rewritten source, and keeps its bytecode in this package's `__pycache__`.
 
-    The bytecode lies in this package's `__pycache__`, in a folder named after the digest of this
-    file, so another version of the hook never reads it. importlib compiles again when the time or
-    size of Megatron's file has changed.
+    Its folder has the digest of this file, so another version of the hook never reads it.
     """
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:

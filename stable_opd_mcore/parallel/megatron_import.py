@@ -1,8 +1,7 @@
 """The one door to Megatron: `import megatron` works with and without CUDA.
 
-The package installs this import hook when it is imported, so no other file prepares anything before
-`from megatron.core import ...`. The hook loads torch and looks for CUDA at the first import of
-Megatron: settings and data load without torch.
+The package installs this import hook when it is imported. The hook loads torch and looks for CUDA
+at the first import of Megatron: settings and data load without torch.
 """
 
 from __future__ import annotations

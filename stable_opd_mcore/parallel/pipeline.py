@@ -1,10 +1,7 @@
 """Run micro-batches through a model, pipelined by Megatron where there are several stages.
 
-    outputs = run_forward_backward(chunks, microbatches, forward_step, world=world)
-
-One code path for every layout: no pipelining, 1F1B, interleaved. The loss of a step is the sum over
-micro-batches, because token weights hold the global normaliser, so nothing is divided here. Not
-here: the reduction of gradients over ranks; the caller runs finalize_model_grads once afterwards.
+The loss of a step is the sum over micro-batches, because token weights hold the global normaliser,
+so nothing is divided here. The caller reduces gradients by finalize_model_grads once afterwards.
 """
 
 from __future__ import annotations
@@ -36,12 +33,10 @@ def run_forward_backward(
     """Forward, and unless `forward_only` backward, of all micro-batches.
 
     Args:
-        chunks: the model chunks of this rank, in stage order.
         microbatches: the same list on all tensor and pipeline ranks of the replica.
         forward_step: runs one chunk on one micro-batch; returns its output tensor and a function of
             the last stage's output. That function returns (loss, result), where loss is a
-            differentiable scalar; with `forward_only` it returns only the result, and no gradients
-            are recorded.
+            differentiable scalar; with `forward_only` it returns only the result.
 
     Returns:
         The results in micro-batch order on the last pipeline stage, an empty list elsewhere.

@@ -4,9 +4,8 @@
     numbers = OnHost(sums_R)                # begins the copy; the device continues
     numbers.values().tolist()               # later: waits only for this copy
 
-So a step waits for the device only where a number decides what the host does next. Elsewhere
-`.tolist()`, `.item()`, `bool()`, `.cpu()`, `nonzero` and a copy from pageable memory wait for all
-work that was launched before. `stable-opd rehearse` counts such places (rehearsal/host_waits.py).
+Elsewhere `.tolist()`, `.item()`, `bool()`, `.cpu()`, `nonzero` and a copy from pageable memory wait
+for all work that was launched before. `stable-opd rehearse` counts such places.
 """
 
 from __future__ import annotations

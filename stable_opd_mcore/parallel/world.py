@@ -4,8 +4,7 @@
     ...                                   # build models and train, any number of times
     stop_world()
 
-`World` is passed as an argument; no other folder reads Megatron's global parallel_state. Not a
-launcher: torchrun, or srun with its variables, starts the ranks. A lone process is a world of one.
+No other folder reads Megatron's global parallel_state. A lone process is a world of one.
 """
 
 from __future__ import annotations
@@ -83,10 +82,7 @@ class World:
 
     @property
     def coupled_replicas(self) -> int:
-        """Replicas that hold one set of experts together, and so run every forward pass together.
-
-        They follow each other in `data_rank`.
-        """
+        """Consecutive replicas that share one set of experts, and so run all passes together."""
         return max(1, self.expert_size // self.tensor_size)  # one divides the other
 
     def shares_experts_with(self, data_rank: int) -> bool:
@@ -104,10 +100,7 @@ class World:
 
     @property
     def token_multiple(self) -> int:
-        """T of every micro-batch must be a multiple of this.
-
-        Context and sequence parallelism cut T into equal parts.
-        """
+        """T is a multiple of this: context and sequence parallelism cut it into equal parts."""
         return self.context_size * (self.tensor_size if self.sequence_parallel else 1)
 
     @property
@@ -117,10 +110,7 @@ class World:
 
     @property
     def microbatch_multiple(self) -> int:
-        """The number of micro-batches must be a multiple of this.
-
-        An interleaved pipeline processes them in groups of `pipeline_size`.
-        """
+        """The number of micro-batches is a multiple of this: interleaving needs whole groups."""
         return self.pipeline_size if self.virtual_pipeline else 1
 
 
@@ -131,9 +121,8 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
     Rank numbers run fastest over tensor, then context, data, pipeline (Megatron's order).
 
     Raises:
-        UserError: tensor x pipeline x context does not divide the number of ranks, or expert does
-            not divide the ranks of a pipeline stage.
-        UserError: as `meet`: a launcher's variable is unusable, or a rank did not start.
+        UserError: the grid does not divide the number of ranks, or expert those of a stage; or as
+            `meet`: a launcher's variable is unusable, or a rank did not start.
         RuntimeError: a world of another layout is started; call stop_world() first.
     """
     global _layout
@@ -215,10 +204,8 @@ def stop_world() -> None:
 
 
 def _destroy_groups() -> None:
-    """End the threads of Megatron's process groups.
-
-    Megatron forgets its groups without ending them. Each thread of gloo wakes a hundred times a
-    second, so a process that starts many worlds would spend its time on them.
+    """End Megatron's process groups, which Megatron only forgets: each gloo thread of a group wakes
+    a hundred times a second, and a process may start many worlds.
     """
     for group in parallel_state._global_process_group_list or ():
         if group is not None:  # None: the default group
@@ -249,10 +236,7 @@ def object_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def gather_objects(item: Object, group: dist.ProcessGroup | None = None) -> list[Object]:
-    """The `item` of every rank of `group`, in rank order, on all of them; None: of every rank.
-
-    Pickled: for small Python records.
-    """
+    """The pickled `item` of every rank of `group`, in rank order, on all; None: of every rank."""
     size = dist.get_world_size(group)
     if size == 1:
         return [item]
@@ -262,9 +246,7 @@ def gather_objects(item: Object, group: dist.ProcessGroup | None = None) -> list
 
 
 def gather_on_first_rank(item: Object, group: dist.ProcessGroup | None = None) -> list[Object]:
-    """The `item` of every rank of `group`, in rank order, on its first rank; an empty list on the
-    others. None: of every rank. Pickled.
-    """
+    """As `gather_objects` on the first rank of `group`; an empty list on the others."""
     size = dist.get_world_size(group)
     if size == 1:
         return [item]
