@@ -1,8 +1,6 @@
-"""Convert weights between Hugging Face and Megatron's distributed form, by the command line.
+"""Convert weights between Hugging Face's and Megatron's form, on one process or a grid of ranks.
 
 In bf16 where all weights are, else in fp32, which also holds fp16 exactly.
-
-Runs on one process, or on a grid of ranks for models that one cannot hold.
 """
 
 from functools import partial

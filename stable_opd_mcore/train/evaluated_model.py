@@ -32,8 +32,6 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """The weights to evaluate."""
-
     path: Path  # a Hugging Face directory or a Megatron checkpoint
     name: str  # of the results: the step of the run, or the directory's name
     run: str | None = None  # the name of the run that trained it, where it is known
@@ -154,7 +152,6 @@ def mark_trained(directory: Path, run: str, step: int) -> None:
 
 
 def _model_in(path: Path) -> EvaluatedModel:
-    """The model of a directory, with what it says about its origin."""
     run = run_of(path)
     file = path / (STATE_FILE if is_megatron(path) else TRAINED)
     try:

@@ -1,8 +1,7 @@
 """Evaluate a model on held-out prompts: during training, and for `stable-opd evaluate`.
 
 Connects a run's config, world and engine to the functions of evaluation/, which grade, count and
-store. Not here: those functions, which model is evaluated (evaluated_model.py), and when training
-evaluates (loop.py).
+store. evaluated_model.py says which model is evaluated.
 """
 
 import hashlib
@@ -105,17 +104,14 @@ def evaluate_config(
     """Evaluate a model on `evaluation.benchmarks`, or on `data.eval` where there are none.
 
     The model is `evaluation.model`, or the trained one of the config's run. Writes every response
-    (`responses/<name>/`) and the numbers (`results.json`, `.md`) to the evaluation's
-    directory, and prints the table of results on rank 0. Started again after a kill, it continues
-    after the last stored part, and the files are the same.
+    (`responses/<name>/`) and the numbers (`results.json`, `.md`) to the evaluation's directory,
+    `<run>/evaluation/<name>`, which it returns, and prints the table of results on rank 0. Started
+    again after a kill, it continues after the last stored part, and the files are the same.
 
     Args:
         limit: evaluate the first problems of each set only; the directory's name says so.
         beside: directories of other evaluations; a table of their results and these is printed,
             with means over the runs that differ only in their seed.
-
-    Returns:
-        The evaluation's directory, `<run>/evaluation/<name>`.
 
     Raises:
         Stopped: a signal stopped it between two parts.
@@ -149,7 +145,9 @@ def evaluate_config(
         if world.rank == 0:
             _write_results(evaluation, print_line)
             if beside:
-                print_line(_table_of_evaluations([*beside, config.run.path]))
+                table = benchmark_table(seeds_together(evaluated_runs([*beside, config.run.path])))
+                assert table is not None
+                print_line(markdown_table([table.columns, *table.rows]))
     write_outcome(home, DONE, step=None)
     stop_world()
     return config.run.path
@@ -157,8 +155,6 @@ def evaluate_config(
 
 @dataclass(frozen=True)
 class Problems:
-    """One set of held-out problems."""
-
     prompts: list[Prompt]
     over_long: int  # problems that leave no room for a response
     sampling: Sampling
@@ -166,8 +162,6 @@ class Problems:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The parts of one evaluation on this rank."""
-
     config: Config  # its run is the evaluation's directory, its student the model
     world: World
     model: EvaluatedModel
@@ -177,7 +171,6 @@ class Evaluation:
     problems: dict[str, Problems]
 
     def store(self, name: str) -> ResponseStore:
-        """The stored responses to one set of problems."""
         problems = self.problems[name]
         identity = {
             "weights": self.weights,
@@ -189,7 +182,6 @@ class Evaluation:
 
 
 def _problems(config: Config, tokenizer: Tokenizer, limit: int | None) -> dict[str, Problems]:
-    """The sets of problems by name, of each the first `limit`."""
     if config.evaluation.benchmarks:
         directory = config.evaluation.benchmark_directory
         sets = {
@@ -208,8 +200,7 @@ def _problems(config: Config, tokenizer: Tokenizer, limit: int | None) -> dict[s
 
 def _encode(rows: Sequence[Row], config: Config, tokenizer: Tokenizer, k: int) -> Problems:
     config = config.replaced(data={"overlong": "drop"})
-    architecture = configured_architecture(config.student)
-    prompts = held_out_prompts(rows, config, tokenizer, architecture)
+    prompts = held_out_prompts(rows, config, tokenizer, configured_architecture(config.student))
     selected = prompts.select(range(len(prompts)))
     require_answers(selected)
     sampling = evaluation_sampling(config, tokenizer.stop_token_ids, num_samples=k)
@@ -219,11 +210,7 @@ def _encode(rows: Sequence[Row], config: Config, tokenizer: Tokenizer, k: int) -
 def _sample(
     evaluation: Evaluation, name: str, problems: Problems, stop: StopSignals, show_progress: bool
 ) -> None:
-    """Sample, grade and store the responses that are not stored yet.
-
-    Raises:
-        Stopped: a signal came; the parts so far are stored.
-    """
+    """Sample, grade and store the responses that are not stored yet."""
     world, sampling = evaluation.world, problems.sampling
     store = evaluation.store(name)
     first = on_first_rank(world, store.open)
@@ -259,7 +246,6 @@ def _parts(world: World, prompts: Sequence[Prompt], sampling: Sampling) -> list[
 
 
 def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) -> None:
-    """The numbers of the stored responses, on rank 0."""
     config, model = evaluation.config, evaluation.model
     results = {
         name: benchmark_result(evaluation.store(name).rollouts(), one.sampling, one.over_long)
@@ -303,13 +289,6 @@ def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) ->
     print_line(f"{title}: {model.path}, weights {evaluation.weights[:12]}")
     print_line(results_table(results))
     print_line(f"{files.results}, {files.results_page.name}; responses: {files.responses}")
-
-
-def _table_of_evaluations(directories: Sequence[Path]) -> str:
-    """The results of these evaluations, as in a report."""
-    table = benchmark_table(seeds_together(evaluated_runs(directories)))
-    assert table is not None
-    return markdown_table([table.columns, *table.rows])
 
 
 def _hash_of(prompts: Sequence[Prompt]) -> str:

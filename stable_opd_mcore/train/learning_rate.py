@@ -1,7 +1,4 @@
-"""The learning-rate schedule: a pure function of the training step.
-
-A resumed run needs no scheduler state.
-"""
+"""The learning-rate schedule, a pure function of the step: a resumed run needs no state of it."""
 
 import math
 

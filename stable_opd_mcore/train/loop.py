@@ -34,12 +34,7 @@ from stable_opd_mcore.train.oversight.measures import (
     warn_of_equal_models,
     write_actions,
 )
-from stable_opd_mcore.train.oversight.signals import (
-    Stopped,
-    StopReason,
-    StopSignals,
-    write_outcome,
-)
+from stable_opd_mcore.train.oversight.signals import Stopped, StopSignals, write_outcome
 from stable_opd_mcore.train.oversight.terminal import Terminal
 from stable_opd_mcore.train.oversight.watchdog import Watchdog
 from stable_opd_mcore.train.persistence.checkpoint import (
@@ -71,20 +66,12 @@ class Session:
     show_progress: bool
     accept_changes: bool
 
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this rank writes the files of which there is one."""
-        return self.world.rank == 0
-
 
 def train(config: Config, show_progress: bool = True, accept_changes: bool = False) -> Path:
-    """Train to the last step, from the newest checkpoint if there is one.
+    """Train to the last step, from the newest checkpoint if there is one; return the run directory.
 
     Args:
         accept_changes: resume with other settings than the checkpoints were trained with.
-
-    Returns:
-        The run directory.
 
     Raises:
         Stopped: a signal stopped the run between two steps; a checkpoint is saved.
@@ -98,9 +85,9 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
     with ExitStack() as stack:
         stack.enter_context(stop)
         on_first_rank(world, lambda: take_directory(stack, home, home))
-        minutes, stacks = config.fault.watchdog_minutes, config.run.files.stacks
-        watchdog = Watchdog(minutes, stacks, world.rank)
-        stack.enter_context(watchdog)
+        watchdog = stack.enter_context(
+            Watchdog(config.fault.watchdog_minutes, config.run.files.stacks, world.rank)
+        )
         session = Session(world, stop, watchdog, show_progress, accept_changes)
         try:
             if config.cold_start is not None:
@@ -119,11 +106,7 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
 
 
 def _check(config: Config, world: World, show: bool, accept_changes: bool) -> None:
-    """Print what `stable-opd check` finds, before any model is loaded.
-
-    Raises:
-        ConfigError: the errors among it.
-    """
+    """Print what `stable-opd check` finds, before any model is loaded, and raise its errors."""
     report = check_config(config, place_of(world), accept_changes)
     if show:
         print(report.without_errors(), file=sys.stderr, flush=True)
@@ -149,7 +132,8 @@ def _train_phase(config: Config, session: Session) -> None:
     changed = on_first_rank(
         session.world, lambda: settings_changes(config, accepted=session.accept_changes)
     )
-    terminal = Terminal(config, session.show_progress and session.is_first_rank)
+    is_first_rank = session.world.rank == 0
+    terminal = Terminal(config, session.show_progress and is_first_rank)
     terminal.say(f"run {config.run.name}, ranks: {session.world.world_size}")
     run = build_run(
         config,
@@ -166,7 +150,7 @@ def _train_phase(config: Config, session: Session) -> None:
         stack.callback(run.engine.close)
         stack.enter_context(run.grader)
         first_row = state.step + 1 if state.step else 0  # row 0: the evaluation before training
-        sinks = Sinks(files.path, config, first_row) if session.is_first_rank else None
+        sinks = Sinks(files.path, config, first_row) if is_first_rank else None
         if sinks is not None:
             stack.enter_context(sinks)
             if changed:
@@ -200,7 +184,7 @@ def _train_phase(config: Config, session: Session) -> None:
         mark_trained(model, config.run.name, max(state.step, config.train.steps))
 
     export_hf(run.student.chunks, files.model, save_tokenizer=save_beside)
-    if session.is_first_rank:
+    if is_first_rank:
         _report(files.path)
     terminal.say(f"finished: {files.model} is the model, {files.report} the report")
 
@@ -248,7 +232,9 @@ def _train_steps(
             raise failed
         state = roll_back(run, state)
         reason = session.stop.requested_on_any_rank()
-        checkpoint = _save_if_due(run, state, saver, reason)
+        due = _due(state.step, config.checkpoint.every or config.train.steps, config)
+        save_now = due or reason or is_collapsed(run, state)
+        checkpoint = _save(run, state, saver) if save_now else None
         terminal.step_done(state.step, metrics.values_by_key(), result.rollouts)
         session.watchdog.step_done()
         refuse_collapsed(run, state, _report)
@@ -256,23 +242,10 @@ def _train_steps(
             raise Stopped(state.step, reason, checkpoint)
 
 
-def _save_if_due(
-    run: Run, state: TrainState, saver: CheckpointSaver, reason: StopReason
-) -> Path | None:
-    """The checkpoint of `state`, if one is due."""
-    config = run.config
-    due = _due(state.step, config.checkpoint.every or config.train.steps, config)
-    return _save(run, state, saver) if due or reason or is_collapsed(run, state) else None
-
-
 def _save_without_servers(
     run: Run, state: TrainState, saver: CheckpointSaver, stop: StopSignals, lost: Exception
 ) -> None:
-    """Save the last finished step; nothing has changed since.
-
-    Raises:
-        Stopped: this run is asked to stop, and so were its servers.
-    """
+    """Save the last finished step; raise Stopped if run and servers were asked to stop together."""
     if state.step:  # the optimizer has no state to save before its first step
         checkpoint = _save(run, state, saver)
         if reason := stop.requested_on_any_rank():
@@ -293,7 +266,6 @@ def _resume(run: Run) -> TrainState:
 
 
 def _save(run: Run, state: TrainState, saver: CheckpointSaver) -> Path:
-    """Save a checkpoint of `state`; returns its directory."""
     run.phase("save")
     run.memory.hold(*phases.save_parts(run.config))
     return saver.save(state)

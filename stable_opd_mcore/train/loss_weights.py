@@ -26,8 +26,6 @@ class Adapted:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What a step uses."""
-
     beta: float
     lambda_: float
 

@@ -24,9 +24,7 @@ from stable_opd_mcore.train.student import Student
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run on this rank.
-
-    What a step changes: weights and optimizer of the student, weights that follow it (`moving`),
+    """A step changes weights and optimizer of the student, weights that follow it (`moving`),
     what the engine holds, and what lies on the device (`memory`).
     """
 

@@ -21,10 +21,7 @@ from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_h
 from stable_opd_mcore.models.weights import random_weights
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, Sample, SampleWeights
-from stable_opd_mcore.run_inputs import (
-    configured_architecture,
-    refuse_small_vocabulary,
-)
+from stable_opd_mcore.run_inputs import configured_architecture, refuse_small_vocabulary
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
 from stable_opd_mcore.scoring.scorer import Scorer
@@ -46,9 +43,6 @@ def load_model(
     trainable: bool,
 ) -> list[HiddenStatesGPTModel]:
     """This rank's chunks of a model with its weights; random weights follow from train.seed.
-
-    Args:
-        fp8: of its layers, as `config.fp8.of` gives it; None: in `train.precision`.
 
     Raises:
         UserError: fewer vocabulary entries than the tokenizer has, or an architecture or weights
@@ -73,8 +67,6 @@ def load_model(
 
 
 class RunModels:
-    """The models of a run on this rank: the student, and the scorers that the objective needs."""
-
     def __init__(
         self,
         config: Config,
@@ -87,7 +79,10 @@ class RunModels:
         self.vocab_size, self.progress = vocab_size, progress
         self.frozen: list[HiddenStatesGPTModel] = []  # chunks of teacher and reference
         self.moving: dict[str, MovingWeights] = {}
-        self.student = self._load(config.student, config.fp8.of("student"), trainable=True)
+        fp8 = config.fp8.of("student")
+        self.student = load_model(
+            config, world, config.student, vocab_size, fp8=fp8, trainable=True
+        )
         self.head = output_head(self.student, vocab_size)
         self._megatron_scorer = partial(
             MegatronScorer,
@@ -122,7 +117,6 @@ class RunModels:
     def served_teacher(
         self, teacher: Scorer | None, overlap: OverlapPair | None
     ) -> ServedTeacher | None:
-        """What is asked for the scores that these scorers of this run read."""
         settings = self.config.teacher
         if settings is None or not isinstance(teacher, ServedScorer):
             return None
@@ -143,7 +137,7 @@ class RunModels:
         return served
 
     def _reading_its_prompt(self, scorer: Scorer) -> Scorer:
-        """The teacher in the trainer with `teacher.prompt`, or as it is without."""
+        """The teacher in the trainer, with `teacher.prompt` if there is one."""
         config, teacher, model = self.config, self.config.teacher, self.config.teacher_model
         assert teacher is not None and model is not None
         if teacher.prompt is None:
@@ -172,7 +166,6 @@ class RunModels:
     def _following(
         self, role: str, settings: ReferenceConfig, fp8: Fp8 | None
     ) -> list[HiddenStatesGPTModel]:
-        """As `frozen_student`, known to the run under the model's role."""
         chunks, moving = frozen_student(self.config, self.world, self.student, settings, fp8)
         self.frozen += chunks
         if moving is not None:
@@ -203,11 +196,7 @@ class RunModels:
         student_stops: Sequence[int],
         teacher_stops: Sequence[int] | None,
     ) -> OverlapPair | None:
-        """Student and teacher with their most probable tokens; None where no teacher scores.
-
-        Args:
-            of_loss: the teacher as the objective needs it.
-        """
+        """Student and teacher with their most probable tokens; None where no teacher scores."""
         teacher = self.config.teacher
         if teacher is None or teacher_stops is None or of_loss is None:
             return None
@@ -223,16 +212,6 @@ class RunModels:
         student = self._megatron_scorer(self.student, stop_ids=own, top_k=top_k)
         return OverlapPair(OverlapModel(student, own), OverlapModel(scorer, others))
 
-    def _load(
-        self, model: ModelConfig, fp8: Fp8 | None, *, trainable: bool
-    ) -> list[HiddenStatesGPTModel]:
-        chunks = load_model(
-            self.config, self.world, model, self.vocab_size, fp8=fp8, trainable=trainable
-        )
-        if not trainable:
-            self.frozen += chunks
-        return chunks
-
     @cached_property
     def _teacher_scorer(self) -> Callable[..., MegatronScorer]:
         """Builds scorers on the one teacher; all share its head, cut as the student's."""
@@ -240,7 +219,10 @@ class RunModels:
         assert teacher is not None
         if teacher.is_self:
             return self._self_teacher(teacher, fp8)
-        chunks = self._load(teacher, fp8, trainable=False)
+        chunks = load_model(
+            self.config, self.world, teacher, self.vocab_size, fp8=fp8, trainable=False
+        )
+        self.frozen += chunks
         head = output_head(chunks, self.vocab_size)
         if head is not None and self.head is not None:  # both on the last stage
             head = align_head(head, like=self.head)

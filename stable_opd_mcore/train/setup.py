@@ -1,8 +1,4 @@
-"""Build a run's parts from its config: tokenizer, prompts, models, engine, objective.
-
-Settings, data and weights that do not fit together are refused here, before the first token is
-sampled.
-"""
+"""Build a run's parts from its config, and refuse those that do not fit together."""
 
 from collections.abc import Callable
 
@@ -37,11 +33,7 @@ from stable_opd_mcore.train.student import Student
 
 
 def start_configured_world(config: Config) -> World:
-    """Start the config's world, after the settings that torch and NCCL read as they start.
-
-    Raises:
-        UserError: as `start_world`.
-    """
+    """Start the config's world, after the settings that torch and NCCL read as they start."""
     if config.train.deterministic:
         make_deterministic()
     prepare_nccl(config)

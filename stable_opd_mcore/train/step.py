@@ -103,21 +103,13 @@ def at_step(run: Run, state: TrainState) -> Run:
 
 
 def facts_of_step(run: Run, samples: Sequence[Sample]) -> SampleFacts:
-    """What every rank knows of the step's samples. Collective over the data-parallel ranks.
-
-    Args:
-        samples: of this rank.
-    """
+    """What every rank knows of all ranks' samples. Collective over the data-parallel ranks."""
     facts = gather_facts(run.world, samples)
     return replace(facts, source_B=run.order.sources(facts.prompt_B))
 
 
 def minibatches_of(run: Run, samples: Sequence[Sample], facts: SampleFacts) -> list[Minibatch]:
-    """What this rank trains on in each minibatch, from the samples of all ranks.
-
-    Args:
-        samples: of this rank.
-    """
+    """What this rank trains on in each minibatch, from the samples of all ranks."""
     world, length = run.world, run.student.chunks[0].architecture.attention_length
     return share_out(
         world,

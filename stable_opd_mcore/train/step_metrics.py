@@ -1,7 +1,4 @@
-"""The metrics of one training step, reduced over all ranks; nothing here enters the training.
-
-Not here: the sums over tokens that an update makes (monitoring/health.py).
-"""
+"""The metrics of one training step, reduced over all ranks; nothing here enters the training."""
 
 from __future__ import annotations
 
@@ -32,8 +29,6 @@ def step_metrics(
     """The step's metrics that no update makes, the same on every rank.
 
     Args:
-        rollouts: of this data-parallel rank.
-        facts: of all samples.
         trained_version: of the weights that the step has updated.
     """
     num_tokens = int((facts.prompt_tokens_B + facts.response_tokens_B).sum())

@@ -26,11 +26,9 @@ ADAM_BETA1, ADAM_EPS = 0.9, 1e-8
 
 
 class Student:
-    """Trainable model chunks of this rank with their optimizer.
+    """Trainable pipeline chunks of this rank with their optimizer.
 
     Args:
-        chunks: this rank's pipeline chunks, without a gradient wrapper.
-        config: Adam's settings.
         precision: "fp32" or "bf16"; gradients and main weights are fp32 either way.
     """
 

@@ -1,7 +1,6 @@
 """One optimizer step of the student on the scored micro-batches of a minibatch.
 
-Token weights contain the global normalisers, so the loss is a plain sum over tokens, micro-batches
-and ranks. Nothing that is not finite reaches the weights.
+Nothing that is not finite reaches the weights.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ def update_once(
 
 
 def loss_of(run: Run, micro_batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, LossOutput]:
-    """The loss of one micro-batch from the student's hidden states, on the last pipeline stage."""
     assert run.head is not None, "the last pipeline stage holds the output head"
     output = run.objective(
         hidden_TH.index_select(0, micro_batch.rows_N),
@@ -94,16 +92,10 @@ def loss_of(run: Run, micro_batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tenso
 
 
 def require_finite(metrics: Metrics, grad_norm: float, step: int) -> None:
-    """Stop before an update that would damage the weights.
-
-    Raises:
-        NotFiniteError: the loss or the gradient norm is not finite; no weight has changed.
-    """
+    """Raise NotFiniteError before an update that would damage the weights."""
     loss = metrics["loss/total"].value()
     if loss is None or not math.isfinite(loss) or not math.isfinite(grad_norm):
-        losses = ", ".join(
-            f"{key}={metrics[key].value()}" for key in metrics if key.startswith("loss/")
-        )
+        losses = ", ".join(f"{k}={metrics[k].value()}" for k in metrics if k.startswith("loss/"))
         raise NotFiniteError(
             f"step {step}: {losses}, grad_norm={grad_norm}: not finite. The update was not made "
             "and the newest checkpoint is intact. Lower optimizer.lr, or look at the step's "

@@ -3,10 +3,9 @@
     state, actions = decide(config.guard, state, step, values, saved)
 
 Metrics are global, so every rank decides the same; the state is part of the checkpoint, so a
-resumed run decides the same again. Symptoms are a warning. Damage starts measures, one after the
-other, each after the earlier one had PATIENCE steps to help: raise beta and lambda, roll back,
-stop.
-Not here: what a symptom is (monitoring/onset.py), how a measure is carried out (measures.py).
+resumed run decides the same again. Symptoms (monitoring/onset.py) are a warning. Damage starts
+measures (measures.py), one after the other, each after the earlier one had PATIENCE steps to help:
+raise beta and lambda, roll back, stop.
 """
 
 from collections.abc import Mapping
@@ -36,8 +35,6 @@ NEGLIGIBLE = 0.01  # of max_beta and max_lambda; what has decayed below is 0
 
 @dataclass(frozen=True)
 class GuardState:
-    """What the guard remembers between steps."""
-
     watched: dict[str, Series] = field(default_factory=dict[str, Series])  # by detector
     measure: Measure = "none"  # in force
     beta: float = 0.0  # least kl.beta of the next step
@@ -125,7 +122,6 @@ def _with_symptoms(
 
 
 def _next_measure(state: GuardState) -> tuple[ActionName, GuardState]:
-    """The measure after one that did not end the damage."""
     if state.healthy_save is None or state.rollbacks == MAX_ROLLBACKS:
         return "stopped", replace(state, measure="stopped")
     forgotten = {name: replace(series, recent=()) for name, series in state.watched.items()}

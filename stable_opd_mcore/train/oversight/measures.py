@@ -1,8 +1,4 @@
-"""Carry out the guard's decisions around the step: events, the return to a checkpoint, the stop.
-
-Not here: the decision (guard.py); beta and lambda, which a step takes from the guard's state
-(train/step.py).
-"""
+"""Carry out the guard's decisions (guard.py): events, the return to a checkpoint, the stop."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +10,7 @@ from stable_opd_mcore.monitoring.sinks import GUARD_EVENT, Sinks
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.loss_weights import LossWeights
 from stable_opd_mcore.train.oversight.guard import Action
-from stable_opd_mcore.train.persistence.checkpoint import (
-    find_fault,
-    load_checkpoint,
-)
+from stable_opd_mcore.train.persistence.checkpoint import find_fault, load_checkpoint
 from stable_opd_mcore.train.persistence.run_directory import on_first_rank
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
@@ -47,8 +40,7 @@ def write_actions(sinks: Sinks, step: int, actions: Sequence[Action], now: LossW
     """An event in metrics.jsonl and a line of the log for each action after `step`.
 
     Args:
-        now: what the next step uses: where the guard's beta and lambda are the smaller ones, the
-            config's are in force.
+        now: what the next step uses: the config's where the guard's are smaller.
     """
     for action in actions:
         details = dict(action.details)
@@ -66,7 +58,6 @@ def write_actions(sinks: Sinks, step: int, actions: Sequence[Action], now: LossW
 
 
 def is_collapsed(run: Run, state: TrainState) -> bool:
-    """Whether the guard has stopped the run."""
     return run.config.guard.acts and state.guard.measure == "stopped"
 
 
@@ -101,13 +92,8 @@ def roll_back(run: Run, state: TrainState) -> TrainState:
 
 
 def refuse_collapsed(run: Run, state: TrainState, write_report: Callable[[Path], None]) -> None:
-    """End a run that the guard has stopped, with its checkpoint and its report. Collective.
-
-    Args:
-        write_report: writes the report of the run directory; called on rank 0.
-
-    Raises:
-        CollapsedError: it has.
+    """Raise CollapsedError if the guard has stopped the run, after rank 0 has written the report of
+    the run directory. Collective.
     """
     if not is_collapsed(run, state):
         return

@@ -1,13 +1,5 @@
 """Stop at the scheduler's or the user's request: all ranks after the same step, with a checkpoint.
 
-    with StopSignals(device) as stop:
-        stop.finish_step_first = True
-        for each step:
-            ...
-            if reason := stop.requested_on_any_rank():
-                ...save a checkpoint...
-                raise Stopped(state.step, reason, checkpoint)
-
 slurm/ announces the end of a job with SIGUSR1: the run exits with code 0. Slurm itself and others
 end it with SIGTERM: code 143. In both cases its caller writes REQUEUE. The user presses Ctrl-C
 (SIGINT): the run exits with code 130, and a second Ctrl-C ends it at once. A signal reaches each
@@ -75,7 +67,7 @@ _EXIT_CODES = {
 
 
 class StopSignals:
-    """Records SIGUSR1, SIGTERM and SIGINT inside the block; then restores the earlier handlers.
+    """Records SIGUSR1, SIGTERM and SIGINT inside the block.
 
     SIGUSR1 is also blocked in this thread, and child processes inherit that. Slurm may signal every
     process of a step, and a killed grading worker would change the rewards.
@@ -142,7 +134,6 @@ def shielded() -> Iterator[None]:
 
 
 def clear_outcome(run_directory: Path) -> None:
-    """Remove the outcome of an earlier start. Rank 0 calls it before the first step."""
     for name in (REQUEUE, DONE):
         (run_directory / name).unlink(missing_ok=True)
 

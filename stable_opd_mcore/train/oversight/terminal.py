@@ -31,8 +31,6 @@ NUMBERS = {
 
 
 class Terminal:
-    """Says how a run goes; where `shown` is False, nothing. By default to stderr."""
-
     def __init__(self, config: Config, shown: bool, console: Console | None = None):
         self._name, self._steps, self._shown = config.run.name, config.train.steps, shown
         self._console = console or Console(stderr=True)
@@ -47,7 +45,6 @@ class Terminal:
         self._task = self._bar.add_task(printable(self._name), total=self._steps, phase="")
 
     def say(self, text: str) -> None:
-        """A line of its own."""
         if self._shown:
             self._console.print(Text(printable(text)), soft_wrap=True)
 
@@ -57,13 +54,11 @@ class Terminal:
         return self._bar
 
     def phase(self, name: str) -> None:
-        """The run begins this phase of a step, an evaluation or a save."""
         self._bar.update(self._task, phase=name, refresh=True)
 
     def step_done(
         self, step: int, values: Mapping[str, float | None], rollouts: Sequence[Rollout]
     ) -> None:
-        """`step` is finished; every SAMPLE_EVERY steps its first rollout is shown."""
         if step % SAMPLE_EVERY == 0 and rollouts:
             self.say(sample_text(step, rollouts[0]))
         self._bar.update(self._task, completed=step)

@@ -1,10 +1,5 @@
 """End a run that hangs: after N minutes without a step, every rank writes its stacks and exits.
 
-    with Watchdog(minutes, config.run.files.stacks, rank) as watchdog:
-        for each step:
-            ...
-            watchdog.step_done()
-
 The timer is faulthandler's, a thread in C, so it also fires while a collective or a kernel holds
 the interpreter lock. A stack file is empty until the timer fires and is removed at the end, so a
 stack file with text means a hang.
@@ -82,7 +77,7 @@ class Watchdog:
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Log the first error of the file system. A later beat may do better."""
+        """Log the first error of the file system."""
         try:
             yield
         except OSError as error:
@@ -91,7 +86,6 @@ class Watchdog:
             self._warned = True
 
     def _beat(self, seconds: float) -> None:
-        """Restart the timer after progress of any rank."""
         newest = 0.0
         with self._going_on():
             newest = self._progress_time()

@@ -2,8 +2,7 @@
 
 A checkpoint is a directory `step_000100` in Megatron's distributed form. One rename makes it appear
 when every rank's part is written. Its manifest holds a checksum of every file; a run resumes from
-the newest checkpoint whose files all match. Any TP x PP x DP layout reads what another wrote. Not
-here: when to save, Hugging Face export.
+the newest checkpoint whose files all match. Any TP x PP x DP layout reads what another wrote.
 """
 
 from __future__ import annotations
@@ -54,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Record:
-    """The content of state.json."""
-
     state: TrainState
     architecture: dict[str, Any]
     reference: bool  # whether the weights of a moving reference are saved too
@@ -70,15 +67,9 @@ _RECORD = TypeAdapter(Record)
 class CheckpointSaver:
     """Saves a run's checkpoints.
 
-    The manifest is written last, then one rename makes the checkpoint appear. A run that is killed
-    before resumes from the one before it.
-
     Args:
-        directory: of the checkpoints `step_NNNNNN`.
         keep: newest checkpoints to keep, and those that their guards may return to. A later
             step's checkpoint, from which the run could not resume, stays until it is overwritten.
-        moving: saved with the student, under their names.
-        save_tokenizer: writes the tokenizer's files into the directory it is given.
     """
 
     def __init__(
@@ -96,10 +87,8 @@ class CheckpointSaver:
         self._save_tokenizer = save_tokenizer
 
     def save(self, state: TrainState) -> Path:
-        """Write the checkpoint of `state` and delete those that are needed no more. Collective.
-
-        Returns:
-            Its directory.
+        """Write the checkpoint of `state`, delete those that are needed no more, and return its
+        directory. Collective.
 
         Raises:
             UserError: a rank could not write; older checkpoints are untouched.
@@ -267,7 +256,6 @@ def _read_record(path: Path) -> Record:
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
-    """The generators of dropout's noise: torch's own and Megatron's named ones."""
     named = {f"tracker.{k}": v.cpu() for k, v in _tracker().get_states().items()}
     return {"torch": torch.get_rng_state(), **named}
 

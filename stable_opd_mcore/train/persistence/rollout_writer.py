@@ -21,11 +21,7 @@ NUM_SAMPLES = 16  # rollouts of each step that rollout.save=samples keeps
 
 
 def write_step(config: Config, world: World, step: int, rollouts: Sequence[Rollout]) -> None:
-    """Write all rollouts of a step, the first NUM_SAMPLES, or none (`rollout.save`). Collective.
-
-    Args:
-        rollouts: of this data-parallel rank.
-    """
+    """Write all rollouts of a step, the first NUM_SAMPLES, or none (`rollout.save`). Collective."""
     if config.rollout.save != "none":
         limit = None if config.rollout.save == "all" else NUM_SAMPLES
         write_together(config.run.files.rollouts(step), rollouts, world, limit)
@@ -42,9 +38,6 @@ def write_together(
     Args:
         rollouts: of this data-parallel rank, those of a prompt one after the other.
         limit: write at most so many, the first ones.
-
-    Raises:
-        ValueError: as `data.rollout_files.write_rollouts`.
     """
     if dist.get_rank(world.model_group):
         return  # the first rank of the replica holds the same

@@ -1,8 +1,7 @@
 """The run directory's resolved configs: every config that a run was started with is kept.
 
 config.resolved.yaml holds the settings of the newest start; those of earlier starts that differ are
-kept as config.resolved.001.yaml and so on. Not here: the lock (host/run_lock.py), the
-refusal of changed settings (checks/output_directory.py), checkpoints, metrics.
+kept as config.resolved.001.yaml and so on.
 """
 
 from collections.abc import Callable
@@ -48,10 +47,7 @@ def take_directory(stack: ExitStack, locked: Path, home: Path) -> None:
 
 
 def keep_resolved(config: Config) -> None:
-    """Write config.resolved.yaml and inputs.json (checks/input_hashes.py).
-
-    A config with other contents is kept under the next number.
-    """
+    """Write config.resolved.yaml and inputs.json (checks/input_hashes.py)."""
     path = config.run.files.resolved
     text = config_yaml(config)
     before = path.read_bytes() if path.is_file() else text

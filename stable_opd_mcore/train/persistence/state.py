@@ -27,7 +27,6 @@ class TrainState:
     guard: GuardState = field(default_factory=GuardState)
 
     def advance(self, prompts: int, optimizer_steps: int) -> TrainState:
-        """The state after one training step on so many prompts."""
         return replace(
             self,
             step=self.step + 1,

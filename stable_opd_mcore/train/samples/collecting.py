@@ -88,11 +88,7 @@ def sample_rollouts(
     run: Run, prompts: Sequence[Prompt], step: int, timer: PhaseTimer
 ) -> list[Rollout]:
     """Graded rollouts of this rank's prompts; none where the objective trains on golden solutions
-    only.
-
-    Args:
-        step: finished steps.
-        timer: times the part "wait", in which the trainer waits for servers.
+    only. `step` counts the finished steps.
     """
     if not run.objective.needs_rollouts:
         return []
@@ -108,7 +104,6 @@ def sample_held_out(
     prompts: Sequence[Prompt],
     sampling: Sampling,
 ) -> list[Rollout]:
-    """Graded rollouts of this rank's held-out prompts, in the order of the prompts."""
     rollouts = engine.generate(prompts, sampling, step=0)
     return graded(grader, world, prompts, rollouts, by_source=False)
 
@@ -120,11 +115,7 @@ def graded(
     rollouts: Sequence[Rollout],
     by_source: bool = True,
 ) -> list[Rollout]:
-    """This data-parallel rank's rollouts with rewards. Collective over the replica's ranks.
-
-    Args:
-        by_source: see `Grader.grade_rollouts`.
-    """
+    """This data-parallel rank's rollouts with rewards. Collective over the replica's ranks."""
     own = {prompt.prompt_id: prompt for prompt in prompts}  # those of stored rollouts lack fields
     rollouts = [replace(rollout, prompt=own[rollout.prompt.prompt_id]) for rollout in rollouts]
     # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.

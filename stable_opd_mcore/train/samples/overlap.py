@@ -1,8 +1,7 @@
 """Whether student and teacher prefer the same tokens and would stop at the same place.
 
-Every 10 steps both models score the step's rollouts once more, before the
-update: their most probable tokens on every trained prefix, and the probability of ending the
-response at its last position. The metrics are defined in docs/method.md §5.
+Every EVERY steps both models score the step's rollouts once more, before the update. docs/method.md
+§5 defines the metrics.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class OverlapPair:
 
 
 def overlap_is_due(step: int) -> bool:
-    """Whether step number `step`, counted from 1, compares both models."""
     return step % EVERY == 0
 
 
@@ -45,7 +43,6 @@ def overlap_metrics(
     """`overlap/*` and `stop/*` of this rank's rows; empty off the last pipeline stage.
 
     Args:
-        batches: this data-parallel rank's micro-batches of `samples`.
         samples: what `sample_index_N` of the micro-batches points into.
     """
     batches = [batch for batch in batches if batch.is_scored]

@@ -25,10 +25,6 @@ def begin_scoring(run: Run, samples: list[Sample], step: int) -> Callable[[], li
     """Ask the served teacher, if there is one, about those samples whose scores the loss reads and
     which have none. One rank of the replica asks.
 
-    Args:
-        samples: of this data-parallel rank.
-        step: finished steps.
-
     Returns:
         A function that waits for the scores and returns the samples with them. Collective over all
         ranks. It raises TeacherLost on all of them, because all of them save a checkpoint then.

@@ -26,8 +26,6 @@ from stable_opd_mcore.records import MicroBatch, Sample, SampleFacts, SampleWeig
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one update trains on, on this rank."""
-
     samples: Sequence[Sample]  # trained on by this rank; indexed by MicroBatch.sample_index_N
     weights: SampleWeights  # of `samples`
     places: NDArray[np.int64]  # of `samples` in the facts of the step
@@ -37,9 +35,6 @@ class Minibatch:
 def gather_facts(world: World, samples: Sequence[Sample]) -> SampleFacts:
     """The facts of the samples of all ranks: first the rollouts, then the golden solutions, each in
     the order of their prompts. Collective over the data-parallel ranks.
-
-    Args:
-        samples: of this rank.
     """
     parts = gather_objects(_facts_of(world, samples), world.data_group)
     facts = SampleFacts.join([part for part in parts if len(part)])
@@ -47,7 +42,6 @@ def gather_facts(world: World, samples: Sequence[Sample]) -> SampleFacts:
 
 
 def _facts_of(world: World, samples: Sequence[Sample]) -> SampleFacts:
-    """What other ranks need to know of this rank's samples."""
     rewards = [np.nan if sample.reward is None else sample.reward for sample in samples]
     prompts = [sample.teacher_prompt_token_ids for sample in samples]
     has_own = any(prompt is not None for prompt in prompts)
@@ -85,7 +79,6 @@ def share_out(
         samples: of this rank.
         facts: of all samples.
         weights_of: the token weights of a whole minibatch, from its facts.
-        costs_of: what sequences of so many tokens cost.
     """
     trainer_B = np.empty(len(facts), np.int64)  # the batch rank that trains on the sample
     own: list[NDArray[np.int64]] = []  # places of each minibatch
@@ -148,7 +141,6 @@ def pack_micro_batches(
     """This rank's micro-batches, sliced under context parallelism. Collective over all ranks.
 
     Args:
-        attention_length: of the model that reads them (Architecture.attention_length).
         routing: as in `pack`.
     """
     batches = pack(

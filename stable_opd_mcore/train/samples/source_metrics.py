@@ -1,8 +1,7 @@
 """Metrics of every source of `data.train` where there are several, and of every served teacher.
 
 A source of a fifth of the prompts may have a hundredth of the tokens, and a teacher that gets no
-rows looks healthy in the means over all. Not here: KL over tokens, which monitoring/health.py adds
-up by the groups of this file; the order of sources (data/source_order.py).
+rows looks healthy in the means over all. monitoring/health.py adds up KL by the same groups.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The values of single tokens that a step computes, kept for readers of its first rollouts.
+"""The advantages, teacher log-probabilities and KLs of single tokens of a step's first rollouts.
 
-Each minibatch's loss gives advantages, teacher log-probabilities and KLs of the tokens on this
-rank. `TokenRecorder` keeps those of the first rollouts, and rank 0 collects them from all ranks.
-Nothing of it enters the training.
+They are kept for readers and do not enter the training.
 """
 
 from __future__ import annotations
@@ -17,12 +15,7 @@ import torch.distributed as dist
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.token_files import (
-    VALUES,
-    Numbers,
-    TokenText,
-    write_tokens,
-)
+from stable_opd_mcore.data.token_files import VALUES, Numbers, TokenText, write_tokens
 from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.parallel.transfers import OnHost
 from stable_opd_mcore.parallel.world import World, gather_on_first_rank
@@ -34,8 +27,6 @@ NUM_ROLLOUTS = 8  # of each step, about 35 bytes a token
 
 @dataclass(frozen=True)
 class RolloutValues:
-    """A rollout and the values of its tokens."""
-
     rollout: Rollout
     values: Numbers
 
@@ -59,11 +50,7 @@ class TokenRecorder:
         micro_batches: Sequence[MicroBatch],
         outputs: Sequence[LossOutput],
     ) -> None:
-        """Keep the values of a minibatch's tokens.
-
-        Args:
-            outputs: of each micro-batch, on the last pipeline stage; empty on others.
-        """
+        """Keep a minibatch's token values; `outputs` are empty off the last pipeline stage."""
         if not len(self._kept) or not outputs:
             return
         for micro_batch, output in zip(micro_batches, outputs, strict=True):
@@ -74,9 +61,6 @@ class TokenRecorder:
 
         A value that is 0 everywhere was not computed and is left out: a run without reference has
         no KL to it.
-
-        Args:
-            rollouts: of this data-parallel rank.
         """
         if not len(self._kept):
             return []
@@ -115,24 +99,19 @@ class TokenRecorder:
 def write_token_values(
     run_directory: Path, step: int, values: Sequence[RolloutValues], tokenizer: Tokenizer
 ) -> None:
-    """Write the step's token file; nothing if there are no values."""
-    texts = [
-        TokenText(
+    texts: list[TokenText] = []
+    for of in values:
+        ids = of.rollout.prompt.golden_token_ids
+        text = TokenText(
             prompt_id=of.rollout.prompt.prompt_id,
             sample_index=of.rollout.sample_index,
             pieces=tuple(tokenizer.pieces(of.rollout.token_ids.tolist())),
             values=of.values,
-            golden=_golden(of.rollout, tokenizer),
+            golden=None if ids is None else tokenizer.decode(ids),
         )
-        for of in values
-    ]
+        texts.append(text)
     if texts:
         write_tokens(RunDirectory(run_directory).tokens(step), texts)
-
-
-def _golden(rollout: Rollout, tokenizer: Tokenizer) -> str | None:
-    golden = rollout.prompt.golden_token_ids
-    return None if golden is None else tokenizer.decode(golden)
 
 
 def _rows(output: LossOutput, batch: MicroBatch) -> OnHost:
@@ -150,13 +129,10 @@ def _rows(output: LossOutput, batch: MicroBatch) -> OnHost:
 
 
 def _spread(rows: np.ndarray, rollout: int, value: int, length: int) -> list[float | None]:
-    """One value for each token of a rollout; None for tokens without one.
+    """One value for each token of a rollout of `length`; None for tokens without one.
 
     Args:
         rows: [2 + values, tokens]: the token's rollout, its place there, and its values.
-        rollout: whose tokens.
-        value: which of the values.
-        length: tokens of the rollout.
     """
     mine = rows[:, rows[0] == rollout]
     spread: list[float | None] = [None] * length
