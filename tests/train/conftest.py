@@ -21,7 +21,6 @@ def run(tmp_path_factory):
         rollout={"prompts_per_step": 2, "samples_per_prompt": 2},
         train={"steps": 10, "micro_batch_tokens": 64, "minibatches": 2},
         optimizer={"lr": 1e-3, "warmup_steps": 0, "schedule": "linear"},
-        monitoring={"tensorboard": False},
     )
     yield build_run(config, start_world(config.parallel, 0))
     stop_world()

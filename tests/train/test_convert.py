@@ -25,12 +25,16 @@ from tests.train.runs import ALONE, problems, tiny_architecture, tiny_config
 EVAL = problems(8, 6)
 
 
-def convert_in_both_directions(rank: int, world_size: int, directory: str) -> None:
-    home = Path(directory)
+def write_model(path: Path) -> None:
     world = start_world(ParallelConfig(), seed=0)
     chunks = build_model(read_architecture(tiny_architecture(32, 4)), world)
-    export_hf(chunks, home / "hf", save_tokenizer=Tokenizer.load("synthetic").save)
+    export_hf(chunks, path, save_tokenizer=Tokenizer.load("synthetic").save)
     stop_world()
+
+
+def convert_in_both_directions(rank: int, world_size: int, directory: str) -> None:
+    home = Path(directory)
+    write_model(home / "hf")
     assert convert(home / "hf", home / "megatron") == "Hugging Face to Megatron, in fp32"
     assert convert(home / "megatron", home / "again") == "Megatron to Hugging Face, in fp32"
     for form in ("hf", "megatron"):
@@ -50,12 +54,9 @@ def convert_in_both_directions(rank: int, world_size: int, directory: str) -> No
 
 def train_and_convert(rank: int, world_size: int, directory: str) -> None:
     home = Path(directory)
-    world = start_world(ParallelConfig(), seed=0)
-    chunks = build_model(read_architecture(tiny_architecture(32, 4)), world)
-    export_hf(chunks, home / "student", save_tokenizer=Tokenizer.load("synthetic").save)
+    write_model(home / "student")
     generation = {"eos_token_id": [20, 21]}
     (home / "student" / "generation_config.json").write_text(json.dumps(generation))
-    stop_world()
     student = {"path": str(home / "student"), "architecture": None}
     config = tiny_config(
         home,
@@ -91,10 +92,7 @@ def test_a_checkpoint_converts_to_a_model_with_tokenizer_window_and_generation_s
 def convert_weights_of_types(rank: int, world_size: int, directory: str) -> None:
     for stored, named in product(TYPES, ("bfloat16", "float32", None)):
         home = Path(directory) / f"{'_'.join(stored)}_{named}"
-        world = start_world(ParallelConfig(), seed=0)
-        chunks = build_model(read_architecture(tiny_architecture(32, 4)), world)
-        export_hf(chunks, home / "hf", save_tokenizer=Tokenizer.load("synthetic").save)
-        stop_world()
+        write_model(home / "hf")
         file, settings = home / "hf" / "model.safetensors", home / "hf" / "config.json"
         types = cycle(getattr(torch, name) for name in stored)
         weights = load_file(file)

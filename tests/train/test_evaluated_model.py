@@ -74,14 +74,6 @@ def rendering(directory, name, **template_kwargs):
     return tiny_config(directory, name, student=student)
 
 
-@pytest.mark.parametrize("target", ["config.resolved.yaml", "model", "checkpoints/step_000004"])
-def test_the_chat_templates_arguments_are_those_of_the_trained_student(tmp_path, run, target):
-    save_config(rendering(tmp_path, "run", thinks=False), run / "config.resolved.yaml")
-    path = run / (target if (run / target).is_dir() else "model")
-    evaluated = evaluated_config(evaluation_config(run / target), EvaluatedModel(path, "step"))
-    assert evaluated.student.chat_template_kwargs == {"thinks": False}
-
-
 def test_a_config_may_set_the_chat_templates_arguments_of_another_runs_model(tmp_path, run):
     save_config(rendering(tmp_path, "run", thinks=False), run / "config.resolved.yaml")
     trained, of_no_run = EvaluatedModel(run / "model", "step"), EvaluatedModel(tmp_path, "other")

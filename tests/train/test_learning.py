@@ -1,6 +1,5 @@
 """Training does what each objective is for, in a few steps of tiny models on generated problems."""
 
-import json
 from pathlib import Path
 from statistics import fmean
 
@@ -9,7 +8,7 @@ import pytest
 from stable_opd_mcore.losses.objectives import OBJECTIVES
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
-from tests.train.runs import ALONE, tiny_architecture, tiny_config
+from tests.train.runs import ALONE, metrics_of, tiny_architecture, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -19,8 +18,7 @@ EASY = {"rows": 64, "min_operations": 1, "max_operations": 1, "modulus": 3}
 
 
 def column(directory: Path, key: str) -> list[float]:
-    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return [row[key] for row in rows if row.get(key) is not None]
+    return [row[key] for row in metrics_of(directory) if row.get(key) is not None]
 
 
 def distil(rank: int, world_size: int, directory: Path) -> None:

@@ -4,7 +4,6 @@ import pytest
 
 from stable_opd_mcore.config.schema import OptimizerConfig
 from stable_opd_mcore.train.learning_rate import learning_rate
-from stable_opd_mcore.train.persistence.state import TrainState
 
 
 def curve(num_steps, **settings):
@@ -28,8 +27,3 @@ def test_cosine_decay_is_halfway_in_the_middle():
     assert rates[2] == 1.0
     assert rates[4] == pytest.approx(0.5)
     assert rates[6] == pytest.approx(0.0)
-
-
-def test_state_advances_each_counter_by_its_own_unit():
-    state = TrainState().advance(8, optimizer_steps=2).advance(8, 2)
-    assert state == TrainState(step=2, cursor=16, optimizer_steps=4, weight_version=2)

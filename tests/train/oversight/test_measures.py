@@ -3,7 +3,6 @@
 The learning rate of the warm-up, which rises by design, stands in for the metrics of a collapse.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from stable_opd_mcore.train.oversight.measures import (
     write_actions,
 )
 from tests.parallel.launch import run_ranks
-from tests.train.runs import VOLATILE, end_process_at, tiny_architecture, tiny_config
+from tests.train.runs import end_process_at, metrics_of, tiny_architecture, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -88,17 +87,12 @@ def test_a_recovered_run_says_what_is_in_force(tmp_path, caplog):
     with Sinks(config.run.path, config, 0) as sinks:
         write_actions(sinks, 9, [recovered], loss_weights_of(config, Adapted(), GuardState()))
     assert caplog.messages == ["step 9: guard recovered: beta now 0.1, lambda now 0"]
-    (event,) = lines_of(config.run.path)
+    (event,) = metrics_of(config.run.path)
     assert (event["beta"], event["lambda"]) == (0.1, 0.0)
 
 
-def lines_of(directory: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in rows]
-
-
 def events_of(directory: Path) -> list[tuple[str, int]]:
-    rows = [row for row in lines_of(directory) if row.get("event") == "guard"]
+    rows = [row for row in metrics_of(directory) if row.get("event") == "guard"]
     return [(row["action"], row["after_step"]) for row in rows]
 
 
@@ -117,7 +111,7 @@ def test_measures_are_carried_out_in_order(runs):
         ("rolled_back", 8),
         ("stopped", 10),
     ]
-    rows = [row for row in lines_of(runs / "whole") if "event" not in row]
+    rows = [row for row in metrics_of(runs / "whole") if "event" not in row]
     assert [row["step"] for row in rows] == list(range(1, 11))  # the count of steps goes on
     assert [row["kl/beta"] for row in rows[:7]] == [0, 0, 0, 0, 0.2, 0.4, 0.8]
     assert [row["mixture/lambda"] for row in rows[:7]] == [0, 0, 0, 0, 0.25, 0.5, 1]
@@ -129,7 +123,7 @@ def test_measures_are_carried_out_in_order(runs):
 
 def test_a_return_restores_the_weights_of_the_healthy_checkpoint(runs):
     """The distance to the reference, the student of step 0, is again that after one step."""
-    distance = [row.get("kl/reference") for row in lines_of(runs / "whole") if "event" not in row]
+    distance = [row.get("kl/reference") for row in metrics_of(runs / "whole") if "event" not in row]
     assert distance[5] > 4 * distance[6]
     assert distance[7] > 4 * distance[8]
 
@@ -144,15 +138,15 @@ def test_stopped_run_has_a_report_and_names_the_healthy_checkpoint(runs):
     assert not (runs / "whole" / "model").exists()
     run_ranks(1, run_to_collapse, str(runs), "whole", {})  # resumed: it stays stopped
     assert (runs / "whole.message").read_text() == message
-    assert len(lines_of(runs / "whole")) == 10 + 5
+    assert len(metrics_of(runs / "whole")) == 10 + 5
 
 
 def test_run_killed_between_decision_and_return_is_identical(runs):
     with pytest.raises(ProcessExitedException):
         run_ranks(1, run_and_die, str(runs), "killed", {})
-    assert lines_of(runs / "killed")[-1]["action"] == "rolled_back"
+    assert metrics_of(runs / "killed")[-1]["action"] == "rolled_back"
     run_ranks(1, run_to_collapse, str(runs), "killed", {})
-    assert lines_of(runs / "killed") == lines_of(runs / "whole")
+    assert metrics_of(runs / "killed") == metrics_of(runs / "whole")
 
 
 def test_a_return_drops_what_is_sampled_ahead(runs):
@@ -174,9 +168,9 @@ def test_a_return_drops_what_is_sampled_ahead(runs):
     assert first_tokens == [{version} for version in (0, 0, 0, 1, 2, 5, 7, 7, 10, 10)]
 
 
-def test_actions_and_strengths_are_the_same_on_two_ranks(runs):
+def test_actions_and_loss_weights_are_the_same_on_two_ranks(runs):
     run_ranks(2, run_to_collapse, str(runs), "tp2", {"parallel": {"tensor": 2}})
-    one, other = (lines_of(runs / name) for name in ("whole", "tp2"))
+    one, other = (metrics_of(runs / name) for name in ("whole", "tp2"))
     assert [row for row in other if "event" in row] == [row for row in one if "event" in row]
     for key in ("kl/beta", "mixture/lambda"):
         assert [row.get(key) for row in other] == pytest.approx([row.get(key) for row in one])

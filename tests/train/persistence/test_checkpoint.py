@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,10 +68,6 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def set_step(path: Path) -> None:
-    path.write_text(path.read_text().replace('"step": 4', '"step": 3'))
-
-
 FILES = (
     "__0_0.distcp",
     ".metadata",
@@ -104,14 +101,8 @@ def test_damaged_checkpoint_is_reported_and_an_older_one_is_used(
 
 
 @pytest.mark.parametrize("text", UNEXPECTED_JSON)
-@pytest.mark.parametrize("name", ["state.json", MANIFEST])
-def test_unexpected_json_is_damage(checkpoints: Path, name: str, text: str) -> None:
-    (checkpoints / "step_000004" / name).write_text(text, encoding="latin-1")
-    assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"
-
-
-def test_changed_step_is_damage(checkpoints: Path) -> None:
-    set_step(checkpoints / "step_000004" / "state.json")
+def test_unexpected_json_is_damage(checkpoints: Path, text: str) -> None:
+    (checkpoints / "step_000004" / MANIFEST).write_text(text, encoding="latin-1")
     assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"
 
 
@@ -204,12 +195,6 @@ def test_failed_save_keeps_older_checkpoints_and_reports_the_space(
     assert newest_checkpoint(checkpoints) == checkpoints / "step_000004"
 
 
-def test_save_below_a_regular_file_is_refused(student: Student, tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(UserError, match=r"step_000002: cannot be written: .*Not a directory"):
-        save(tmp_path / "checkpoints", TrainState(step=2), student, keep=1)
-
-
 def test_non_finite_weights_are_not_loaded(student: Student, tmp_path: Path) -> None:
     weight = student.chunks[0].decoder.final_layernorm.weight
     before = weight.detach().clone()
@@ -220,6 +205,15 @@ def test_non_finite_weights_are_not_loaded(student: Student, tmp_path: Path) -> 
         load_checkpoint(path, student)
     with torch.no_grad():
         weight.copy_(before)
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(
+    saved: Path, student: Student, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wider = replace(student.chunks[0].architecture, hidden_size=64)
+    monkeypatch.setattr(student.chunks[0], "architecture", wider)
+    with pytest.raises(UserError, match=r"another arch.*hidden_size=32 \(the .* model has 64\)"):
+        load_checkpoint(saved / "step_000004", student)
 
 
 def test_all_ranks_use_the_same_checkpoint(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from stable_opd_mcore.config.schema import Config
@@ -83,16 +84,11 @@ def test_objectives_without_advantage_have_the_other_values(world):
     assert found.values == {"teacher_logprob": [-1.0], "kl_teacher": [2.0]}
 
 
-def test_nothing_is_kept_where_no_rollouts_are_saved(world):
-    values = TokenRecorder(config(save="none"), facts_of([sample(1)]))
+@pytest.mark.parametrize(("save", "kind"), [("none", "rollout"), ("all", "golden")])
+def test_nothing_is_kept_without_saved_rollouts(world, save, kind):
+    values = TokenRecorder(config(save), facts_of([sample(1, kind)]))
     values.record(minibatch(0), *results_of([(0, 0, 1.0)]))
     assert values.gather(world, [rollout(1)]) == []
-
-
-def test_supervised_steps_have_no_rollouts(world):
-    values = TokenRecorder(config(), facts_of([sample(1, "golden")]))
-    values.record(minibatch(0), *results_of([(0, 0, 1.0)]))
-    assert values.gather(world, []) == []
 
 
 def test_a_file_has_the_tokens_text_and_the_golden_solution(tmp_path):
