@@ -7,7 +7,6 @@ Each host has its own loopback, address and hostname; the others resolve its hos
 and cannot reach what a host binds to 127.0.0.1. This process keeps its network and joins the
 switch as a login node does: it reaches the hosts by address, and they reach it at `Host.login`, as
 "login" and by this machine's name. Files, processes and users are shared. Needs root and iproute2.
-Not here: several kernels, clocks or disks.
 """
 
 from __future__ import annotations
@@ -88,10 +87,8 @@ def hosts(
 ) -> Iterator[list[Host]]:
     """Make hosts with these names and remove them at the end.
 
-    Args:
-        gbit_per_second: the rate at which each host sends at most; None: no limit.
-        own_name: the address to which each host resolves its own name, such as 127.0.1.1, which
-            Debian's installer writes; None: the address that the other hosts use.
+    own_name: the address to which each host resolves its own name, such as 127.0.1.1, which
+    Debian's installer writes; None: the address that the other hosts use.
     """
     interfaces = {name for _, name in socket.if_nameindex()}
     number = random.choice([n for n in range(256) if f"so{n}sw" not in interfaces])

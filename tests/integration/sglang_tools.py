@@ -1,8 +1,4 @@
-"""Tools of the tests with real SGLang servers: tiny models, training runs and `stable-opd serve` as
-processes, and a proxy that injects faults.
-
-Without the servers' venv (`make sglang`) these tests are skipped; under CI they fail.
-"""
+"""Tools of the tests with real SGLang servers: tiny models, processes, and a faulty proxy."""
 
 from __future__ import annotations
 
@@ -139,11 +135,7 @@ def train(directory: Path, name: str, *overrides: str, ranks: int = 1) -> Path:
 
 
 def training_command(directory: Path, name: str, *overrides: str, ranks: int = 1) -> list[str]:
-    """`stable-opd train configs/smoke_cpu.yaml` with SGLang rollouts, on one rank or several.
-
-    Args:
-        overrides: settings, and constants of the package as with_constants.py takes them.
-    """
+    """`stable-opd train`; `overrides` are settings and constants, as with_constants.py takes."""
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     return [
         *(sys.executable, "-m", *(launcher if ranks > 1 else ()), PROGRAM, "train"),

@@ -8,7 +8,6 @@ Each node is a host with its own address, loopback and hostname (hosts.py); slur
 outside, as on a login node. Without root all nodes are this machine (nodes_here). Each node has its
 own port, eight CPUs and eight fake GPUs; all files and ports belong to one cluster. `sacct` is a
 stand-in over `scontrol`, because there is no accounting database.
-Not here: cgroups, containers, several machines' file systems and clocks, real GPUs.
 """
 
 from __future__ import annotations
@@ -78,9 +77,7 @@ def nodes_here(names: Sequence[str]) -> list[Node]:
 class SlurmCluster:
     """Slurm's daemons inside the `with` block; Slurm's commands reach them with `env`.
 
-    Args:
-        nodes: of the partitions "main" and, with higher priority, "high".
-        aside: of the partition "aside".
+    `nodes` are those of the partitions "main" and, with higher priority, "high".
     """
 
     def __init__(self, directory: Path, nodes: Sequence[Node], aside: Sequence[Node] = ()):
@@ -170,11 +167,7 @@ class SlurmCluster:
         return self.field(job, "JobState")
 
     def wait(self, job: str, states: set[str], timeout: float) -> str:
-        """Wait until the job is in one of `states`.
-
-        Raises:
-            AssertionError: not within `timeout` seconds, or the job ended in another state.
-        """
+        """Wait until the job is in one of `states`; fail if it ends in another."""
         final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE"}
         deadline = time.monotonic() + timeout
         while (state := self.state(job)) not in states:
@@ -194,9 +187,7 @@ class SlurmCluster:
         self._start(f"slurmd-{node}", *self.nodes[node].command(*arguments))
 
     def lose_node(self, node: str) -> None:
-        """Simulate a power cut: kill the node's daemon and all processes of its jobs, and set the
-        node down.
-        """
+        """Simulate a power cut: kill the daemon and all processes of its jobs."""
         self._daemons.pop(f"slurmd-{node}").kill()
         of_the_node = {"SLURMD_NODENAME": node, "SLURM_CONF": self.env["SLURM_CONF"]}
         for pid, _, environment in running():

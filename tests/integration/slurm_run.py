@@ -1,10 +1,8 @@
 """A training run on the test cluster: submit it as a user does, observe it, disturb it.
 
-    run = Run(cluster, tmp_path, "name")
-    job = run.submit("kl.beta=0.3", options=("--nodes=2",))
-    run.until_step(2)
-
-Not here: the cluster (slurm_cluster.py).
+run = Run(cluster, tmp_path, "name")
+job = run.submit("kl.beta=0.3", options=("--nodes=2",))
+run.until_step(2)
 """
 
 import json
@@ -51,9 +49,8 @@ class Run:
         options: tuple[str, ...] = (),
         settings: dict[str, str] | None = None,
     ) -> str:
-        virtual_environment = Path(sys.executable).parents[1]
         env = {
-            "VENV": str(virtual_environment),
+            "VENV": str(Path(sys.executable).parents[1]),
             "LOG_DIR": str(self.logs),
             "RANKS_PER_NODE": "1",
             "REQUIRE_GPU": "0",

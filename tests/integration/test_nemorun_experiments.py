@@ -1,8 +1,4 @@
-"""NeMo-Run experiments, launched with the user's commands, on Slurm and on this machine.
-
-NeMo-Run is installed in a separate environment (extra `launch`): .venv-launch, or that of the
-interpreter in STABLE_OPD_NEMORUN_PYTHON.
-"""
+"""NeMo-Run experiments, launched with the user's commands, on Slurm and on this machine."""
 
 import json
 import os

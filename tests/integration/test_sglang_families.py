@@ -1,8 +1,4 @@
-"""Weights of every family from TP2 x PP2 trainers to SGLang servers of two ranks, bit for bit.
-
-A mixture of experts has two expert-parallel ranks in each stage, and its server sends the experts
-that it chose.
-"""
+"""Weights of every family from TP2 x PP2 trainers to SGLang servers of two ranks, bit for bit."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -57,13 +53,7 @@ FAMILIES = {
         norm_topk_prob=True,
     ),
 }
-METHODS = {
-    "qwen2_tied": "distributed",
-    "qwen2_untied": "disk",
-    "qwen3": "distributed",
-    "llama": "disk",
-    "qwen3_moe": "distributed",
-}
+ON_DISK = ("qwen2_untied", "llama")  # the others' weights are broadcast
 DENSE = {"tensor": 2, "pipeline": 2}
 EXPERTS = {**DENSE, "expert": 2, "sequence": True}
 
@@ -129,7 +119,7 @@ def _publish(world: World, directory: str, name: str, url: str) -> None:
                     "placement": "external",
                     "urls": [url],
                     "api_key_file": f"{directory}/{name}/key",
-                    "sync": METHODS[name],
+                    "sync": "disk" if name in ON_DISK else "distributed",
                 },
             },
         },

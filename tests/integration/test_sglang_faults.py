@@ -23,10 +23,7 @@ STEPS = 6
 
 
 def test_killed_and_stopped_servers_lose_no_step(tmp_path):
-    """SIGKILL to one server while it generates and to the other during a sync, then SIGSTOP.
-
-    The run ends with every step done, and its log names the faults.
-    """
+    """SIGKILL to one server while it generates and to the other during a sync, then SIGSTOP."""
     command = training_command(
         tmp_path,
         "faults",

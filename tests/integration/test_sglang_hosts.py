@@ -1,7 +1,4 @@
-"""Trainers and SGLang servers on different hosts, and runs whose network connection is cut.
-
-Two hosts train, two serve, each with its own address, loopback and name (hosts.py).
-"""
+"""Two hosts that train and two that serve, and runs whose network connection is cut."""
 
 import os
 import subprocess

@@ -1,5 +1,4 @@
-"""Responses that outlive publishes, on two real servers: their segments, log-probabilities, a
-killed server, and two data-parallel ranks that share a server."""
+"""Responses that outlive publishes, on two real servers."""
 
 import os
 import signal

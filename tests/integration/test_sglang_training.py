@@ -175,12 +175,8 @@ def test_metrics_of_rollouts_that_lag_and_outlive_updates(tmp_path, pair):
 
 
 def test_colocated_servers_whose_rounding_is_corrected(tmp_path):
-    """Memory is released and resumed around every update, weights go through shared memory, and
-    tokens whose probability differs too much (servers and trainer in bf16) are dropped.
-
-    On a CPU a server releases no memory: this shows the order of the requests, that the server
-    serves on, and that it holds the right weights then.
-    """
+    """On a CPU a server releases no memory: this shows the order of the requests, and that the
+    server then has the right weights. Tokens whose probability differs too much are dropped."""
     run = train(
         tmp_path,
         "together",
@@ -204,9 +200,7 @@ def test_colocated_servers_whose_rounding_is_corrected(tmp_path):
 
 
 def test_colocated_servers_and_trainer_hand_the_gpu_over(tmp_path):
-    """Nothing of the trainer is left while servers sample, and no bit of the training changes: a
-    run that keeps everything in place, on the same rollouts, has the same losses.
-    """
+    """A run that keeps everything in place, on the same rollouts, has the same losses."""
     colocated = ("rollout.sglang.placement=colocated", "kl.beta=0.1")
     moves = train(tmp_path, "moves", "train.steps=3", *colocated)
     assert [row["memory/left_gib"] for row in rows(moves)] == [0, 0, 0]
@@ -265,10 +259,7 @@ def _engine(directory: Path, world, pair: Pair, url: str, *overrides: str) -> Sg
 
 
 def _sampled(engine: SglangEngine, directory: Path) -> tuple[set[int], list[str]]:
-    """The versions of a step's rollouts, and the events after the two publishes.
-
-    They are sampled ahead of their step: only then may they come from older weights.
-    """
+    """The versions of rollouts that are sampled ahead, and the events after the publishes."""
     engine.prefetch(PROMPTS, SAMPLING, step=1, weight_version=engine.weight_version)
     sampled = engine.generate(PROMPTS, SAMPLING, step=1)
     assert [rollout.prompt.prompt_id for rollout in sampled] == [f"test:{i // 2}" for i in range(8)]

@@ -1,7 +1,7 @@
 """The batch script with a container: the run's directory has another path inside than outside.
 
 pyxis is played by an `srun` that binds the mounts in a mount namespace of its own; its root file
-system is this machine's. Not here: images, and what else pyxis does.
+system is this machine's.
 """
 
 import os

@@ -47,9 +47,8 @@ def undisturbed(cluster, tmp_path_factory) -> Run:
 
 @pytest.fixture(scope="module")
 def silenced(cluster, tmp_path_factory) -> Run | None:
-    """A run in the partition "aside" whose second node falls silent. It takes minutes, in parallel
-    with the other tests. None when the nodes have no network of their own.
-    """
+    """A run whose second node falls silent, in parallel with the other tests, because it takes
+    minutes. None when the nodes have no network of their own."""
     if not cluster.nodes["n5"].has_own_network:
         return None
     run = Run(cluster, tmp_path_factory.mktemp("silenced"), "silenced")

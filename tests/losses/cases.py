@@ -1,7 +1,4 @@
-"""Small random micro-batches and heads for the loss tests, and runs of both forms of the loss.
-
-The two forms are the fused path and the float64 definition. Not here: tests.
-"""
+"""Small random micro-batches, and runs of the fused path and the float64 definition on them."""
 
 from __future__ import annotations
 
@@ -219,10 +216,8 @@ def run_definition(case: Case) -> Result:
 
 
 def assert_close(found: Result, expected: Result, tolerance: float) -> None:
-    """Compare each field relative to its largest entry, the loss to the sum of its parts' sizes.
-
-    The parts may cancel in the loss. Every entry must be finite.
-    """
+    """Compare each field relative to its largest entry; the loss to the sum of its parts' sizes,
+    because they may cancel."""
     parts = expected.pg.abs() + expected.kl.abs() + expected.sft.abs()
     for name in ("loss", "pg", "kl", "sft", "d_hidden", "d_weight"):
         a, b = getattr(found, name), getattr(expected, name)

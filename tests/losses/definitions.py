@@ -29,12 +29,7 @@ def defined_loss(
     teacher_NV: Tensor | None = None,
     reference_NV: Tensor | None = None,
 ) -> LossOutput:
-    """sum_t pg_t term_t + kl_t KL(student || reference)_t - sft_t log pi(y_t) (docs/method.md §2).
-
-    Args:
-        student_NV: logits. Those of the other models are needed where `terms` compare with
-            them. The loss is differentiable in the student's.
-    """
+    """sum_t pg_t term_t + kl_t KL(student || reference)_t - sft_t log pi(y_t)."""
     rows = rows_of(terms, batch, student_NV, teacher_NV, reference_NV)
     if terms.discounted is not None and terms.settings.discount > 0:
         advantage_N = terms.discounted(rows, terms.settings.advantage)
@@ -149,10 +144,7 @@ def target_logprob(log_p_NV: Tensor, targets_N: Tensor, stop_ids: Sequence[int])
 
 
 def merge_ids(log_p_NV: Tensor, ids: Sequence[int]) -> Tensor:
-    """log p with the ids as one outcome: the first id has the sum, each other id probability 0.
-
-    Probability 0 is e^NEVER, whose logarithm is finite, so that 0 log 0 is 0.
-    """
+    """log p with the ids as one outcome: the first id has the sum, the others log p = NEVER."""
     if not ids:
         return log_p_NV
     column_V = torch.arange(log_p_NV.shape[1], device=log_p_NV.device)

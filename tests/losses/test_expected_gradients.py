@@ -92,10 +92,7 @@ class Policies:
         weights: Tensor | None = None,
         stops: tuple[tuple[int, ...], tuple[int, ...]] = ((0,), (0,)),
     ) -> Tensor:
-        """d loss / d logits [states, VOCAB] over all sequences.
-
-        stops: stop ids of student and teacher.
-        """
+        """d loss / d logits [states, VOCAB] over all sequences."""
         objective = build_objective(config, *stops)
         return self.differentiate(objective, self.microbatch(objective, weights))
 

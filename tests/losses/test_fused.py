@@ -260,20 +260,6 @@ def test_incoming_gradient_scales_and_a_frozen_head_has_no_gradient():
         ).loss.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("name", "has_advantage"), [("opd", True), ("grpo", True), ("lsm", False), ("gkd", False)]
-)
-@pytest.mark.parametrize("block_rows", [4, 1024])
-def test_objectives_without_advantage_report_none(name, has_advantage, block_rows):
-    case = make_case(make_config(objective__name=name), rows=10)
-    heads = [Head(w, 0, 31) for w in (case.weight_VH, case.teacher_weight_VH)]
-    inputs = (case.hidden_NH, heads[0], case.batch, case.objective.terms)
-    found = fused_loss(*inputs, teacher_head=heads[1], block_rows=block_rows)
-    assert (found.advantage_N is not None) == has_advantage
-    assert (found.ratio_clipped_N is not None) == has_advantage
-    assert found.ratio_clipped_N is None or found.ratio_clipped_N.dtype == torch.bool
-
-
 BATCH = make_case(make_config(), rows=4).batch
 
 

@@ -1,7 +1,4 @@
-"""One shard of an output head by itself, and shards cut at other boundaries.
-
-Sums over several shards are in test_vocabulary_sums.py.
-"""
+"""One shard of an output head by itself, and shards cut at other boundaries."""
 
 import re
 from dataclasses import replace
@@ -128,18 +125,6 @@ def test_heads_of_other_ranges_are_refused():
     assert align_head(SHARD, like=SHARD) is SHARD
 
 
-def test_known_gradients_are_returned_in_proportion():
-    hidden, weight = (torch.zeros(2, requires_grad=True) for _ in range(2))
-    gradients = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
-    loss = WithGradients.apply(hidden, weight, torch.tensor(5.0), *gradients)
-    assert loss == 5
-    (loss * 2).backward()
-    assert (hidden.grad.tolist(), weight.grad.tolist()) == ([2, 4], [6, 8])
-    hidden.grad = None
-    WithGradients.apply(hidden, weight, torch.tensor(5.0), gradients[0], None).backward()
-    assert hidden.grad.tolist() == [1, 2]
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gradient_in_main_grad_is_announced_to_megatrons_hook(tied):
     """The hook wants a `grad` to reduce; a tied weight gets the embedding's."""
@@ -157,10 +142,7 @@ def test_a_gradient_in_main_grad_is_announced_to_megatrons_hook(tied):
 
 
 def check_alignment(rank: int) -> None:
-    """The student pads a vocabulary of 7 to 8 rows, the teacher to 12: their shards differ.
-
-    For the four ranks of test_vocabulary_sums.py.
-    """
+    """On four ranks the student pads a vocabulary of 7 to 8 rows, the teacher to 12."""
     group = dist.group.WORLD
     assert group is not None
     whole = torch.arange(12.0)[:, None].expand(12, 2).contiguous()

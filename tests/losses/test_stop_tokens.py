@@ -1,7 +1,4 @@
-"""Stop ids of two models as one outcome: refusals, shares, and exact logits in bf16.
-
-Merged distributions are compared with the definition in test_fused.py.
-"""
+"""Stop ids of two models as one outcome: refusals, shares, and exact logits in bf16."""
 
 import re
 from dataclasses import replace

@@ -238,18 +238,3 @@ def test_the_loss_is_the_weighted_sum_of_policy_kl_and_golden_terms():
     assert found.kl_teacher_N.tolist() == [8] * 4
     assert not found.pg.any()
     assert weighted(of(0.0, 2.0), of(math.nan, 3.0)).tolist() == [0, 6]
-
-
-@pytest.mark.parametrize(
-    ("terms", "compares_teacher", "teacher_logits"),
-    [
-        (Terms(opd), False, False),
-        (Terms(settings=settings_of(advantage={"control_variate": True})), True, True),
-        (Terms(divergence="jsd", reference="exact"), True, True),
-        (Terms(divergence="teacher_support", reference="k3"), False, False),
-        (Terms(divergence="student_support"), False, True),
-    ],
-)
-def test_models_whose_logits_the_terms_need(terms, compares_teacher, teacher_logits):
-    assert terms.compares_teacher == compares_teacher
-    assert terms.teacher_logits == teacher_logits

@@ -81,19 +81,6 @@ def test_grpo_normalises_within_the_group():
         weights([*group[:1], sample("b", 2)], objective__name="grpo")
 
 
-def test_gkd_trains_off_policy_prompts_on_golden_solutions():
-    batch = [sample(f"p{i}", 2, source) for i in range(10) for source in ("rollout", "golden")]
-    batch = [replace(s, off_policy=s.prompt_id in ("p0", "p4", "p5")) for s in batch]
-    config = make_config(objective__name="gkd", objective__on_policy_fraction=0.7)
-    objective = build_objective(config, (1,), (1,))
-    assert objective.needs_golden
-    pg = objective.sample_weights(facts_of(batch)).pg_B
-    rollouts, golden = pg[::2] > 0, pg[1::2] > 0
-    assert sum(rollouts) == 7
-    assert golden.tolist() == [not on for on in rollouts]
-    assert 2 * pg.sum() == pytest.approx(1)  # two tokens each
-
-
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
 @pytest.mark.parametrize("rollouts", [1, 4])
 def test_the_share_of_the_weight_on_policy_is_the_on_policy_fraction(aggregation, rollouts):

@@ -1,6 +1,4 @@
-"""The passes in plain torch: tiles of all sizes, empty shards, dtypes. Their sums and gradients are
-compared with whole distributions in test_fused.py.
-"""
+"""The passes in plain torch: tiles of all sizes, empty shards, dtypes."""
 
 import pytest
 import torch

@@ -1,8 +1,4 @@
-"""Sums of vocabulary shards: merged by hand, and over two and four ranks in the whole loss.
-
-One launch of four ranks checks that the loss, gradients and scores are those of the whole
-vocabulary.
-"""
+"""Sums of vocabulary shards: merged by hand, and over two and four ranks in the whole loss."""
 
 from dataclasses import replace
 

@@ -1,7 +1,4 @@
-"""Every objective with every option that changes the loss, for its tests and the GPU suite.
-
-Imports no pytest, which a GPU machine may lack.
-"""
+"""Every objective with every option. Imports no pytest, which a GPU machine may lack."""
 
 from pathlib import Path
 from typing import Any

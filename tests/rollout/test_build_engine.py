@@ -9,7 +9,7 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.records import Prompt, Sampling
+from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.build_engine import build_engine, training_sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from tests.config.cases import run_with
@@ -55,10 +55,3 @@ def test_a_replay_is_of_a_run_that_sampled_alike_for_as_many_steps(tmp_path, wor
         settings = tiny_config(tmp_path, "x", **{"train": {"steps": 1}, **changed}, rollout=rollout)
         with pytest.raises(UserError, match=reason) if reason else contextlib.nullcontext():
             build_engine(settings, world, [], Tokenizer.load("synthetic"))
-
-
-@pytest.mark.parametrize("temperature", [1e-320, 5e-4])
-def test_temperatures_that_logits_cannot_be_divided_by_are_refused(temperature):
-    with pytest.raises(UserError, match=r"too small to divide logits by: at least 0.001, or 0 for"):
-        Sampling(temperature=temperature)
-    assert Sampling(temperature=0).temperature == 0

@@ -1,5 +1,4 @@
-"""The embedded engine against transformers' full forward pass, and against itself in other
-batches."""
+"""The embedded engine against transformers, and against itself in other batches."""
 
 from dataclasses import replace
 
@@ -15,7 +14,6 @@ from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling, Segment
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine, with_tokens
 from stable_opd_mcore.scoring.megatron import MegatronScorer
-from tests.models import tiny
 from tests.rollout.tiny import VOCAB, build_engine, decode, make_prompts, sample_in_pieces
 from tests.shares import weights_of
 
@@ -200,16 +198,6 @@ def test_the_trainer_agrees_with_the_rollouts(tiny_path, world, precision, large
         gap = (scores.logprob_N - sampled).abs()  # bf16: one unit of a logit of 8 is 0.06
         assert gap.max() < largest
         assert gap.mean() < mean
-
-
-def test_normalised_queries_and_a_tied_head(world, tmp_path):
-    changes = {"vocab_size": VOCAB, "num_key_value_heads": 1, "head_dim": 16}
-    changes |= {"tie_word_embeddings": True, "initializer_range": 0.25}
-    model = tiny.transformer(tiny.config("qwen3", **changes), seed=1)
-    model.save_pretrained(tmp_path)
-    engine = build_engine(tmp_path, world)
-    sampling = Sampling(max_new_tokens=30, num_samples=2, stop_token_ids=(4,))
-    assert_full_softmax(model, engine.generate(make_prompts(4), sampling, step=0))
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tiny_path, world):

@@ -1,7 +1,4 @@
-"""Scores computed block by block, and the overlap metrics.
-
-Stop ids: test_megatron.py here, and tests/losses/test_vocabulary_sums.py over several shards.
-"""
+"""Scores computed block by block, and the overlap metrics."""
 
 import pytest
 import torch

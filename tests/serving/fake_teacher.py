@@ -17,8 +17,7 @@ def fake_teacher(
 ) -> Iterator[tuple[str, Asked]]:
     """Yields the server's address, and the tokens of each request.
 
-    Args:
-        before_reply: gets the tokens of a request in its thread; if False, the reply is HTTP 503.
+    before_reply: gets the tokens of a request in its thread; if False, the reply is HTTP 503.
     """
     asked: Asked = []
     lock = threading.Lock()

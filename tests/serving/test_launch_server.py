@@ -26,9 +26,7 @@ def launch_server(settings):
 
 
 def test_a_gpu_server_finds_nothing_of_ours_and_ends_with_its_application(tmp_path):
-    """The folder of the program would hide the package `requests`, and once hid sgl_kernel. Workers
-    would keep a process whose HTTP application has ended.
-    """
+    """The program's folder would hide `requests`; workers would keep an ended server alive."""
     package = tmp_path / "sglang/srt/entrypoints"
     package.mkdir(parents=True)
     for file in (package / "http_server.py", package.parent / "server_args.py"):

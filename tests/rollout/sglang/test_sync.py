@@ -1,6 +1,4 @@
-"""A publish without SGLang: the content of buckets, and that each transport delivers them exactly
-while the next one is packed.
-"""
+"""Each transport delivers buckets exactly while the next one is packed; without SGLang."""
 
 import itertools
 import math

@@ -109,9 +109,7 @@ class Counters:
 
 @pytest.fixture
 def shared(monkeypatch) -> list[tuple[Any, ...]]:
-    """Pretends that tensors are on a GPU. Gets, each time that one is shared, the arguments from
-    which torch would rebuild it.
-    """
+    """Pretends that tensors are on a GPU; lists the arguments by which torch would rebuild."""
     gpus = [SimpleNamespace(uuid=f"GPU-{gpu}") for gpu in range(8)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
