@@ -42,9 +42,8 @@ WORKERS = 2
 POLL_SECONDS = 1.0
 WEIGHTS = "model.safetensors"
 TITLE_WIDTH = 28  # seed12 stable_opd_stop_class
-GUARD_LOGGER = (
-    "stable_opd_mcore.train.oversight.measures"  # by name: this process does not load torch
-)
+# The logger's name, because this process does not load torch.
+GUARD_LOGGER = "stable_opd_mcore.train.oversight.measures"
 
 
 def run_demo(directory: Path, num_seeds: int = 1) -> None:

@@ -95,6 +95,7 @@ def _page_values(
         about = tables.described(written[0].settings if written else {})
     styles = {label: style(index) for index, label in enumerate(labels)}
     content = _content(written, styles) if written else {"plotted": None}
+    plotted = json.dumps(content.pop("plotted"), separators=(",", ":"), allow_nan=False)
     return {
         "title": printable(title or names, MAX_TEXT),
         "subtitle": printable(about, MAX_TEXT),
@@ -103,7 +104,7 @@ def _page_values(
         "live": False,
         "scripts": {name.partition(".")[0]: _script(name) for name in SCRIPTS},
         "caption": printable(caption),
-        "data": _json_script(content.pop("plotted")),
+        "data": plotted.replace("<", "\\u003c"),  # a "<" could end or open an element
         "points": MAX_POINTS,
         "content": content,
     }
@@ -155,11 +156,6 @@ def _template() -> jinja2.Template:
 def _rendered(values: Mapping[str, Any], rollouts: str, has_reader: bool) -> bytes:
     page = _template().render(values, rollouts=rollouts, has_reader=has_reader)
     return page.encode("utf-8", "replace")
-
-
-def _json_script(data: Any) -> str:
-    """JSON for a <script> element: without "<", which could end or open an element."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _script(name: str) -> str:

@@ -68,15 +68,12 @@ class Sinks:
         """Write a line to metrics.jsonl that is no row of metrics, as the run stands at `step`."""
         self._jsonl.write_event(event, step, details)
 
-    def close(self) -> None:
-        for sink in (self._jsonl, *self._trackers):
-            sink.close()
-
     def __enter__(self) -> Sinks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        for sink in (self._jsonl, *self._trackers):
+            sink.close()
 
 
 class JsonlSink:

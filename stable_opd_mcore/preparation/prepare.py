@@ -81,7 +81,8 @@ def _row(placed: tuple[str, Any], found: Kept | Dropped) -> dict[str, Any]:
     if isinstance(found, Dropped):
         row["detail"] = found.detail[:_DETAIL_CHARACTERS].encode(errors="replace").decode()
     else:
-        row["key"] = row_key(found.problem)
+        problem = problem_key(found.problem)  # normalised: near-duplicates share a key
+        row["key"] = hashlib.blake2b(problem.encode(), digest_size=8).hexdigest()
     return row
 
 
@@ -196,16 +197,11 @@ def _size_and_hash(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def row_key(problem: str) -> str:
-    """16 hex digits, hashed from the normalised problem: near-duplicates share them."""
-    return hashlib.blake2b(problem_key(problem).encode(), digest_size=8).hexdigest()
-
-
 def shuffled(keys: Sequence[str], rows: Sequence[int], seed: int) -> list[int]:
     """The rows in the order of a hash of seed and key; rows of one problem in the input's order.
 
-    It depends neither on other rows nor on a random generator. `keys` has `row_key` of every row
-    of the input.
+    It depends neither on other rows nor on a random generator. `keys` are those of all rows of
+    the input.
     """
 
     def rank(row: int) -> bytes:
