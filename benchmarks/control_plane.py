@@ -50,9 +50,9 @@ class Tape:
     """JSON of random tokens, so that a reply of any length is a few slices."""
 
     def __init__(self) -> None:
-        draw = np.random.default_rng(0)
-        ids = draw.integers(10, VOCABULARY, LONG)
-        values = (-draw.exponential(0.3, LONG)).astype(np.float32)
+        rng = np.random.default_rng(0)
+        ids = rng.integers(10, VOCABULARY, LONG)
+        values = (-rng.exponential(0.3, LONG)).astype(np.float32)
         self.flat = {"val": values, "idx": ids.astype(np.int32)}
         self._ids = [b"%d" % token for token in ids]
         pairs = zip(values.tolist(), ids, strict=True)
@@ -163,7 +163,7 @@ def child_seconds() -> float:
     return times.user + times.system
 
 
-def drawn(
+def sampled(
     urls: list[str], number: int, tokens: int, meanwhile: Callable[[Callable[[], bool]], None]
 ) -> dict[str, float]:
     """CPU seconds of trainer and child for `number` responses, and how many were lost.
@@ -171,9 +171,9 @@ def drawn(
     Args:
         meanwhile: what the main thread does until its argument returns True.
     """
-    draw = np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     sampling = Sampling(max_new_tokens=tokens)
-    prompts = [tuple(draw.integers(10, VOCABULARY, PROMPT).tolist()) for _ in range(number)]
+    prompts = [tuple(rng.integers(10, VOCABULARY, PROMPT).tolist()) for _ in range(number)]
     requests = [Generation(prompt, sampling, VOCABULARY) for prompt in prompts]
     with tempfile.TemporaryDirectory() as folder:
         members = [
@@ -226,7 +226,7 @@ def lost_share(urls: list[str]) -> float:
         wall, on_core, waits = (b - a for a, b in zip(before, schedule(), strict=True))
         shares.append((wall - on_core - waits) / (wall - waits))
 
-    drawn(urls, 256, LONG, work)
+    sampled(urls, 256, LONG, work)
     return shares[0]
 
 
@@ -270,7 +270,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for servers, number, tokens in ((8, 256, LONG), (64, 1024, SHORT), (64, 4096, SHORT)):
         with Servers(servers) as serving:
-            ours = drawn(serving.urls, number, tokens, lambda _: None)
+            ours = sampled(serving.urls, number, tokens, lambda _: None)
             slime = slime_seconds(serving.urls, number, tokens) if number < 4096 else None
         both = ours["trainer"] + ours["child"]
         theirs = " | " if slime is None else f"{slime:.2f} s | {both / slime:.2f}"

@@ -180,12 +180,12 @@ IMPLEMENTATIONS: dict[str, Callable[[Point], Step]] = {
 
 
 def make_inputs(point: Point) -> Inputs:
-    draw = torch.Generator(point.device).manual_seed(0)
+    generator = torch.Generator(point.device).manual_seed(0)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[point.dtype]
 
     def normal(*shape: int, scale: float) -> Tensor:
         x = torch.empty(*shape, dtype=dtype, device=point.device)
-        return x.normal_(generator=draw).mul_(scale)
+        return x.normal_(generator=generator).mul_(scale)
 
     student_TH, teacher_TH = (normal(point.tokens, point.hidden, scale=1.0) for _ in range(2))
     student_VH, teacher_VH = (

@@ -38,7 +38,7 @@ MIB = 2**20
 VOCABULARY = 8192
 WORDS = {"problem": 16, "solution": 128}
 RESPONSE_TOKENS = 128
-# 40 sequences of a step, 32 drawn and 8 golden, fill four micro-batches: two of each of two ranks.
+# 32 rollouts and 8 golden solutions of a step fill four micro-batches: two of each of two ranks.
 MICRO_BATCH_TOKENS = 10 * (16 + 128 + 1)
 SIZES = ((512, 4), (768, 6), (1024, 8))  # hidden size, layers
 LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -63,9 +63,9 @@ def restart_peak() -> None:
 def write_inputs(directory: str) -> None:
     """A tokenizer, and prompts of 16 words with golden solutions of 128."""
     word_tokenizer(VOCABULARY).save_pretrained(directory)
-    draw = random.Random(0)
+    rng = random.Random(0)
     rows = [
-        {name: random_words(number, VOCABULARY, draw) for name, number in WORDS.items()}
+        {name: random_words(number, VOCABULARY, rng) for name, number in WORDS.items()}
         for _ in range(64)
     ]
     lines = [json.dumps(row) + "\n" for row in rows]

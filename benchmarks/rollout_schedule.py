@@ -10,8 +10,8 @@ clock jumps from event to event. The schedules are those of the product, in a mo
   minus the servers' version is at most K, and then waits for its own.
 - Requests start in order of submission, on the server with the fewest, which has bounded slots.
 - Without partial responses servers take new weights every P = max(1, K - 1) updates, and a publish
-  waits for all responses in flight. With them every publish interrupts the responses, which go on
-  with a new prefill of their prompt and tokens.
+  waits for all responses in flight. With them every publish interrupts the responses, which
+  continue with a new prefill of their prompt and tokens.
 
 Lengths are those of the given files or of log-normals fitted to them (FITTED), cut at LIMIT tokens.
 """
@@ -196,7 +196,7 @@ class Servers:
             server.admit(response)
 
     def run(self, until: float = math.inf, step: int | None = None) -> float:
-        """Draw until a time, or until all responses, or those of `step`, have ended."""
+        """Sample until a time, or until all responses, or those of `step`, have ended."""
         while self.left.total() if step is None else self.left[step]:
             server = min(self.servers, key=Server.next_end)
             end = server.next_end()
@@ -210,7 +210,7 @@ class Servers:
         return self.now
 
     def publish(self, version: int, seconds: float) -> float:
-        """Take new weights; responses in flight go on afterwards."""
+        """Take new weights; responses in flight continue afterwards."""
         for server in self.servers:
             for response in server.interrupt():
                 heapq.heappush(self.queue, response)

@@ -49,8 +49,8 @@ def lengths_of(case: str) -> tuple[tuple[int, ...], int]:
     if case == "even":
         return (129,) * PROMPTS, 128  # the stop token would come after the last
     normal = NormalDist(math.log(MEDIAN_LENGTH), LOG_SPREAD)
-    drawn = [math.exp(normal.inv_cdf((i + 0.5) / PROMPTS)) for i in range(PROMPTS)]
-    lengths = [min(LONGEST, round(length)) for length in drawn]
+    quantiles = [math.exp(normal.inv_cdf((i + 0.5) / PROMPTS)) for i in range(PROMPTS)]
+    lengths = [min(LONGEST, round(length)) for length in quantiles]
     random.Random(0).shuffle(lengths)
     return tuple(lengths), LONGEST
 
@@ -69,8 +69,8 @@ def word_tokenizer(vocabulary: int) -> Any:
     )
 
 
-def random_words(number: int, vocabulary: int, draw: random.Random) -> str:
-    return " ".join(f"w{draw.randrange(3, vocabulary)}" for _ in range(number))
+def random_words(number: int, vocabulary: int, rng: random.Random) -> str:
+    return " ".join(f"w{rng.randrange(3, vocabulary)}" for _ in range(number))
 
 
 def write_inputs(directory: Path, num_prompts: int) -> None:
@@ -99,8 +99,8 @@ def write_inputs(directory: Path, num_prompts: int) -> None:
         )
         Qwen2ForCausalLM(config).save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
-    draw = random.Random(0)
-    rows = [random_words(PROMPT_TOKENS, VOCABULARY, draw) for _ in range(num_prompts)]
+    rng = random.Random(0)
+    rows = [random_words(PROMPT_TOKENS, VOCABULARY, rng) for _ in range(num_prompts)]
     lines = [json.dumps({"problem": row}) + "\n" for row in rows]
     (directory / "prompts.jsonl").write_text("".join(lines))
 

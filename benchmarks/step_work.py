@@ -66,7 +66,7 @@ def force_stops(logits_BV: Tensor, due_B: Sequence[bool]) -> Tensor:
     """Logits after which a row stops if it is due, and does not otherwise; written in place.
 
     Neither system sees more of the script than these logits: a row is known to end when its stop
-    token has been drawn.
+    token has been sampled.
     """
     logits_BV[:, EOS] = -torch.inf
     rows = [row for row, due in enumerate(due_B) if due]

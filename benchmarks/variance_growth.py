@@ -41,26 +41,26 @@ class Toy:
 
 def make_toy(vocab: int, prompts: int, prompt_spread: float, seed: int) -> Toy:
     """Random tables; prompt_spread is the deviation of the prompts' logits from their mean."""
-    draw = torch.Generator().manual_seed(seed)
-    student, teacher = torch.randn(2, vocab, vocab, generator=draw, dtype=torch.float64)
-    apart = torch.randn(prompts, vocab, vocab, generator=draw, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    student, teacher = torch.randn(2, vocab, vocab, generator=generator, dtype=torch.float64)
+    apart = torch.randn(prompts, vocab, vocab, generator=generator, dtype=torch.float64)
     return Toy(student.log_softmax(1), (teacher + prompt_spread * apart).log_softmax(2))
 
 
-def draw_tokens(toy: Toy, sequences: int, length: int, draw: torch.Generator) -> Tensor:
+def sample_tokens(toy: Toy, sequences: int, length: int, generator: torch.Generator) -> Tensor:
     """Token ids [S, length + 1] from the student, uniform first."""
-    tokens = [torch.randint(len(toy.student_VV), (sequences,), generator=draw)]
+    tokens = [torch.randint(len(toy.student_VV), (sequences,), generator=generator)]
     for _ in range(length):
         probabilities = toy.student_VV[tokens[-1]].exp()
-        tokens.append(torch.multinomial(probabilities, 1, generator=draw)[:, 0])
+        tokens.append(torch.multinomial(probabilities, 1, generator=generator)[:, 0])
     return torch.stack(tokens, dim=1)
 
 
 def gradient_variance(toy: Toy, length: int, discount: float, sequences: int, seed: int) -> float:
     """Trace of the covariance of sum_t G_t d log pi(y_t) / d logits over sequences."""
-    draw = torch.Generator().manual_seed(seed)
-    tokens_ST = draw_tokens(toy, sequences, length, draw)
-    prompt = torch.randint(len(toy.teacher_PVV), (sequences,), generator=draw)
+    generator = torch.Generator().manual_seed(seed)
+    tokens_ST = sample_tokens(toy, sequences, length, generator)
+    prompt = torch.randint(len(toy.teacher_PVV), (sequences,), generator=generator)
     states, targets = tokens_ST[:, :-1].flatten(), tokens_ST[:, 1:].flatten()
     sample = torch.arange(sequences).repeat_interleave(length)
     teacher = toy.teacher_PVV[prompt[sample], states, targets]
@@ -95,7 +95,7 @@ def measure(
     }
 
 
-def draw_figure(measured: dict[float, list[float]]) -> go.Figure:
+def plot_figure(measured: dict[float, list[float]]) -> go.Figure:
     figure = go.Figure(
         layout=go.Layout(
             title="Gradient variance against response length",
@@ -131,7 +131,7 @@ def main() -> None:
         figures = [f"{value:.3g}" for value in variances]
         table.add_row(f"{discount:g}", *figures, f"{slope(variances):.2f}")
     Console().print(table)
-    draw_figure(measured).write_html(options.output, include_plotlyjs=True)
+    plot_figure(measured).write_html(options.output, include_plotlyjs=True)
     print(f"wrote {options.output}")
 
 

@@ -1,7 +1,7 @@
 """Prompts, a tokenizer and configs of any size, made on the spot: the suite reads no file.
 
 The vocabulary is words w3, w4, ... so that a model's whole output head takes part; problems and
-solutions are random words. Not here: models (drawn from their seed) and what is measured on them.
+solutions are random words. Not here: models, which the parts build, and what is measured.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def write_inputs(folder: Path, vocab: int, prompts: int, solution_words: int) ->
         tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
     tokenizer.save_pretrained(folder / "tokenizer")
-    draw = random.Random(0)
+    rng = random.Random(0)
 
     def text(count: int) -> str:
-        return " ".join(f"w{draw.randrange(3, vocab)}" for _ in range(count))
+        return " ".join(f"w{rng.randrange(3, vocab)}" for _ in range(count))
 
     rows = [
         {"problem": text(PROMPT_WORDS), "solution": text(solution_words)} for _ in range(prompts)

@@ -41,8 +41,8 @@ def test_packed_equals_each_sequence_alone(lengths: list[int], groups: int) -> N
 
 def test_less_than_a_quarter_of_the_buckets_is_padding() -> None:
     lengths = [20 + 7 * i % 400 for i in range(64)]
-    slots = sum(sequences * longest for sequences, longest in Buckets.of(lengths, "cpu").shapes)
-    assert sum(lengths) <= slots < sum(lengths) / 0.75
+    cells = sum(sequences * longest for sequences, longest in Buckets.of(lengths, "cpu").shapes)
+    assert sum(lengths) <= cells < sum(lengths) / 0.75
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

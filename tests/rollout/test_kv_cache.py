@@ -29,7 +29,7 @@ def plain_attention(q_LQD, k_LGD, v_LGD):
 @pytest.mark.parametrize("prompt_lengths", [[5, 5], [3, 7]])
 def test_attention_is_that_of_each_row_alone_as_the_cache_grows_and_rows_leave(prompt_lengths):
     generator = torch.Generator().manual_seed(0)
-    longest, new = max(prompt_lengths), 140  # more than one block of slots
+    longest, new = max(prompt_lengths), 140  # more than one block of cells
     heads = (NUM_HEADS, NUM_GROUPS, NUM_GROUPS)
     qkv = [torch.randn(longest + new, 2, count, HEAD_SIZE, generator=generator) for count in heads]
     cache = KVCache(prompt_lengths, ANGLES_PD, torch.float32)
