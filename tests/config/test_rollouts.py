@@ -2,7 +2,6 @@
 
 import pytest
 
-from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.errors import ConfigError
 from tests.config.cases import run_of
 
@@ -49,13 +48,3 @@ EXTERNAL = f"{SGLANG} rollout.sglang.placement=external"
 def test_settings_that_cannot_work_are_refused_with_the_remedy(settings, message):
     with pytest.raises(ConfigError, match=message):
         run_of(settings)
-
-
-def test_the_transport_follows_from_the_placement_unless_it_is_set():
-    def transport(**settings):
-        return SglangConfig.model_validate(settings).transport
-
-    assert transport(placement="colocated") == "tensor"
-    assert transport(placement="disaggregated") == "distributed"
-    assert transport(placement="external", urls=["http://a:1"]) == "distributed"
-    assert transport(placement="colocated", sync="disk") == "disk"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from stable_opd_mcore.config.training import COLLECTIVE_TIMEOUT_MINUTES, Fp8
+from stable_opd_mcore.config.training import COLLECTIVE_TIMEOUT_MINUTES
 from stable_opd_mcore.errors import ConfigError
-from tests.config.cases import run_of, run_with
+from tests.config.cases import run_of
 
 LONGEST = COLLECTIVE_TIMEOUT_MINUTES / 4
 
@@ -31,11 +31,3 @@ LONGEST = COLLECTIVE_TIMEOUT_MINUTES / 4
 def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         run_of(settings)
-
-
-def test_each_model_has_its_own_fp8():
-    config = run_with(fp8={"teacher": "blockwise"})
-    assert config.fp8.of("teacher") == Fp8("teacher", "blockwise")
-    assert config.fp8.of("student") is None
-    assert config.fp8.is_on
-    assert not run_with().fp8.is_on

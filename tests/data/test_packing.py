@@ -143,12 +143,6 @@ def test_samples_that_no_model_scores_have_micro_batches_of_their_own():
         assert packed
 
 
-def test_only_a_sequence_longer_than_a_micro_batch_exceeds_max_tokens():
-    samples, weights = make_samples(20, longest=40)
-    for batch in pack(samples, weights, max_tokens=30):
-        assert len(batch.tokens_T) <= 30 or len(batch.sample_index_N.unique()) == 1
-
-
 def test_every_micro_batch_has_given_advantages_if_one_sample_has():
     samples, weights = make_samples(4)
     given = replace(weights, advantage_B=np.array([0.5, 0, 0, 0]))

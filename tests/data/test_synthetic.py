@@ -10,7 +10,6 @@ from stable_opd_mcore.data.synthetic import (
     ArithmeticOptions,
     arithmetic_row,
     arithmetic_rows,
-    is_unknown,
 )
 from stable_opd_mcore.errors import DataError
 
@@ -71,16 +70,6 @@ def test_unknown_facts_get_other_results_each_time_and_all_others_are_right():
     unknown = {fact for fact, found in results.items() if found != {true_answer(fact, 5)}}
     assert 10 < len(unknown) < 35
     assert all(results[fact] == set("01234") for fact in unknown)
-
-
-def test_unknown_facts_are_the_seed_s_own():
-    def unknown(seed: int) -> list[bool]:
-        options = ArithmeticOptions(unknown=0.5, seed=seed)
-        return [is_unknown(options, left, "+", 1) for left in range(5)]
-
-    assert len({tuple(unknown(seed)) for seed in range(8)}) > 1
-    assert unknown(3) == unknown(3)
-    assert not is_unknown(ArithmeticOptions(), 1, "+", 1)
 
 
 def test_repeated_rechecks_have_the_given_probabilities():

@@ -32,14 +32,3 @@ def test_unshard_inverts_the_cut(model_type: str, size: int) -> None:
         joined = tensors.unshard(shards, entry.layout, architecture)
         for name, before, after in zip(entry.hf_names, full, joined, strict=True):
             assert torch.equal(before, after), name
-
-
-def test_tied_head_uses_the_embedding() -> None:
-    tied, untied = (
-        tensors.describe(
-            "output_layer.weight", [], tiny.architecture("qwen3", tie_word_embeddings=tied)
-        )
-        for tied in (True, False)
-    )
-    assert tied.hf_names == ("model.embed_tokens.weight",)
-    assert untied.hf_names == ("lm_head.weight",)

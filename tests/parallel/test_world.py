@@ -58,8 +58,6 @@ def test_no_collective_times_out_before_the_watchdog(monkeypatch: pytest.MonkeyP
     assert min(timeouts) >= 4 * default
     for minutes in (default, min(timeouts) / 4):
         FaultConfig(watchdog_minutes=minutes)
-    with pytest.raises(ValueError, match=r"=720 .* time-out of 1440 minutes.* at most 360"):
-        FaultConfig(watchdog_minutes=min(timeouts) / 2)
 
 
 @pytest.mark.parametrize(("visible", "gpu"), [(8, 3), (1, 0)])
