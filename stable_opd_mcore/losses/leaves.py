@@ -331,7 +331,7 @@ def _against_teacher(
 
 
 def with_tail(logprob_CK: Tensor) -> Tensor:
-    """[C, K + 1]: with the log-probability of the other columns (error at TAIL_FLOOR: 1 %)."""
+    """[C, K + 1]: with log p of all other columns, at least log TAIL_FLOOR (error there: 1 %)."""
     rest_C1 = 1 - logprob_CK.exp().sum(1, keepdim=True)
     return torch.cat([logprob_CK, rest_C1.clamp(min=TAIL_FLOOR).log()], dim=1)
 

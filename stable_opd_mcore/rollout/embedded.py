@@ -220,8 +220,7 @@ class EmbeddedEngine(RolloutEngine):
         return KVCache(lengths, angles_PD.to(self.world.device), chunk.config.params_dtype)
 
     def _some_replica_runs(self, this_one: bool) -> bool:
-        """Whether this replica or one that shares its experts runs a forward pass now. Collective
-        over them."""
+        """Whether this replica or one that shares its experts runs a pass now. Collective."""
         if self.world.coupled_replicas == 1:
             return this_one
         running = torch.tensor(int(this_one), device=self.world.device)

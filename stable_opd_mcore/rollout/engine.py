@@ -20,7 +20,7 @@ from stable_opd_mcore.serving.idle_clock import IdleClock
 
 
 class RolloutEngine:
-    """Samples from the weights `weight_version`; the defaults fit an engine without servers."""
+    """Samples responses from the student's weights of version `weight_version`."""
 
     weight_version: int = 0
     idle: IdleClock | None = None  # this rank's servers; None: an engine without servers
@@ -63,7 +63,7 @@ class RolloutEngine:
 
 
 class EngineLost(UserError):
-    """Raised by `generate` on every rank before the step changes anything, so it can be saved."""
+    """No more rollouts: raised on every rank while the training state can still be saved."""
 
 
 def check_prompts(

@@ -87,8 +87,7 @@ def build_sglang_engine(
 
 
 def run_topology(config: Config, architecture: Architecture, world: World) -> Topology:
-    """The places of this run's ranks and servers, from what this machine has; see
-    `derive_topology`."""
+    """The places of this run's ranks and servers, from what this machine has."""
     ranks = ranks_on_this_machine()
     memory_gib, spare_gpus = None, 0
     if world.device.type == "cuda":

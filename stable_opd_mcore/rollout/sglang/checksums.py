@@ -170,8 +170,7 @@ def _tiles_hash(words: Tensor, start: int, num_words: int) -> int:
 
 
 def _fmix32(values: Tensor) -> Tensor:
-    """MurmurHash3's finaliser on 32-bit values in int64; products wrap, but their low 32 bits are
-    right."""
+    """MurmurHash3's finaliser in int64: products wrap, but their low 32 bits are right."""
     values = values ^ (values >> 16)
     values = (values * 0x85EBCA6B) & _WORD
     values = values ^ (values >> 13)

@@ -63,8 +63,7 @@ class _Sent(NamedTuple):
 
 
 class Dispatcher:
-    """Sends requests while it is not paused and members are ready. Safe to use from many
-    threads."""
+    """Sends requests while not paused and members are ready. Safe to use from many threads."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet

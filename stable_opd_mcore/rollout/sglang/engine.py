@@ -92,8 +92,7 @@ class SglangEngine(RolloutEngine):
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
-        """See `RolloutEngine.generate`. Raises EngineLost if neither a server nor a restart is
-        left."""
+        """See `RolloutEngine.generate`. Raises EngineLost without a server or restart left."""
         self._check(prompts, sampling)
         self._raise_if_lost()
         if self.config.is_colocated:

@@ -33,8 +33,7 @@ _END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM: with `teacher` teacher.path instead of the student. `tell`
-    prints a line."""
+    """Serve until SIGINT or SIGTERM: with `teacher` teacher.path instead of the student."""
     sglang = config.rollout.sglang
     if sglang.placement == "external":
         raise ConfigError(
