@@ -24,13 +24,9 @@ def step_metrics(
     rollouts: Sequence[Rollout],
     facts: SampleFacts,
     timer: PhaseTimer,
-    trained_version: int,
+    trained_version: int,  # of the weights that the step has updated
 ) -> Metrics:
-    """The step's metrics that no update makes, the same on every rank.
-
-    Args:
-        trained_version: of the weights that the step has updated.
-    """
+    """The step's metrics that no update makes, the same on every rank."""
     num_tokens = int((facts.prompt_tokens_B + facts.response_tokens_B).sum())
     own = timer.metrics(num_tokens) | run.engine.take_metrics()
     metrics = sample_metrics(facts) | source_metrics(run.config, run.objective, facts)

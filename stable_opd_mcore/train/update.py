@@ -35,9 +35,6 @@ def update_once(
 ) -> tuple[Sequence[LossOutput], Metrics]:
     """One optimizer step on scored micro-batches.
 
-    Args:
-        groups: see `token_metrics`.
-
     Returns:
         The loss of each micro-batch, on the last pipeline stage; and metrics, the same on every
         rank.

@@ -40,11 +40,7 @@ def overlap_is_due(step: int) -> bool:
 def overlap_metrics(
     pair: OverlapPair, batches: Sequence[MicroBatch], samples: Sequence[Sample]
 ) -> Metrics:
-    """`overlap/*` and `stop/*` of this rank's rows; empty off the last pipeline stage.
-
-    Args:
-        samples: what `sample_index_N` of the micro-batches points into.
-    """
+    """`overlap/*` and `stop/*` of this rank's rows; empty off the last pipeline stage."""
     batches = [batch for batch in batches if batch.is_scored]
     is_last = [_last_positions(batch, samples) for batch in batches]
     student = _stop_scores(pair.student, batches, is_last, samples)

@@ -138,11 +138,7 @@ def pack_micro_batches(
     attention_length: float,
     routing: tuple[int, int] | None = None,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches, sliced under context parallelism. Collective over all ranks.
-
-    Args:
-        routing: as in `pack`.
-    """
+    """This rank's micro-batches, sliced under context parallelism. Collective over all ranks."""
     batches = pack(
         samples,
         weights,

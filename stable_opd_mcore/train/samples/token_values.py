@@ -35,7 +35,6 @@ class TokenRecorder:
     """Keeps the token values of the first NUM_ROLLOUTS rollouts of a step.
 
     Args:
-        config: of `rollout.save: none` none is kept.
         facts: of all samples of the step; the rollouts stand first, in order.
     """
 
