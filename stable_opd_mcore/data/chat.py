@@ -223,12 +223,8 @@ class Tokenizer:
         return self.render_turns(turns, system)
 
     def render_turns(self, messages: Sequence[Message], system: str | None = None) -> str:
-        """The turns of a prompt after chat template and generation prompt.
-
-        Without a chat template: their texts with blank lines between them.
-
-        Args:
-            system: the system message where the turns have none.
+        """The turns of a prompt after chat template and generation prompt; without a chat template,
+        their texts with blank lines between. `system`: the system message where they have none.
 
         Raises:
             DataError: a chat template that fails, or an assistant's turn without one.

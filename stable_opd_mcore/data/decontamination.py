@@ -5,8 +5,7 @@ contaminated if
   - it equals a benchmark problem ("exact"), or
   - 13 words in a row also stand in a benchmark problem ("13-gram"), or
   - it contains a whole benchmark problem of 8 to 12 words ("whole problem").
-Benchmark problems of fewer words are found only if they are equal: as a part they say too little.
-Solutions are not compared.
+Shorter benchmark problems are found only if they are equal. Solutions are not compared.
 """
 
 import re

@@ -103,9 +103,8 @@ class PromptSet:
             golden: whether golden solutions are encoded, and whether every row must have one.
 
         Raises:
-            DataError: a row without the golden solution it needs, with one that is the bare answer,
-                with the text of a control token, or that cannot be rendered; no row that fits the
-                window, or one that does not with data.overlong=error.
+            DataError: a row that cannot be rendered, or whose golden solution is missing or a bare
+                answer; the text of a control token; rows that exceed the window.
         """
         self.window, self._max_new_tokens = window, max_new_tokens
         self.teacher = teacher

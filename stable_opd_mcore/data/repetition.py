@@ -44,10 +44,7 @@ def tail_loop(
 
     A suffix of length L has period p if each of its tokens equals the token p places before it
     inside the suffix. It counts if L >= min_repeats * p and L >= min_length; the last repeat may be
-    incomplete.
-
-    Cost: at most 16 vectorised passes over the periods, then one comparison over the response for
-    each remaining period that is no multiple of one that was found.
+    incomplete. Cost: at most 16 vectorised passes over the periods, then few comparisons.
     """
     total = len(token_ids)
     if total < min_length:

@@ -93,11 +93,9 @@ def read_rollouts(
     limit: int | None = None,
     strict: bool = True,
 ) -> list[Rollout]:
-    """The rollouts of a file of `write_rollouts`, in order.
+    """The rollouts of a file of `write_rollouts`, in order; at most `limit`.
 
-    Args:
-        limit: read only the first so many.
-        strict: False replaces bytes that are no UTF-8, for people who read the text.
+    strict: False replaces bytes that are no UTF-8, for people who read the text.
 
     Raises:
         DataError: missing file, or a row that is no rollout; the message names line and column.

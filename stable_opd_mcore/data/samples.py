@@ -19,9 +19,8 @@ _NO_MASKS = TokenMasksConfig()
 def off_policy_slots(cursor: int, count: int, on_policy_fraction: float, seed: int) -> set[int]:
     """The slots of cursor .. cursor + count - 1 that are trained on golden solutions (gkd).
 
-    At the end of every step, floor(n * on_policy_fraction) of the run's n slots are on-policy. A
-    function of its arguments only: the same on every rank and after a resume. The choice within a
-    step is random, so that every minibatch is a mixture.
+    At the end of every step, floor(n * on_policy_fraction) of the run's n slots are on-policy. The
+    choice within a step is random, so that every minibatch is a mixture.
     """
     fraction = Fraction(str(on_policy_fraction))
     num_on_policy = math.floor((cursor + count) * fraction) - math.floor(cursor * fraction)

@@ -80,8 +80,8 @@ class Buckets:
 class GatheredKeys:
     """The whole sequences to which the queries of this rank's slices attend.
 
-    Their rectangles match those of the slices one by one: the same sequences, `group.size()` times
-    as long. Keys are gathered rank after rank; `token_of_cell_P` indexes that order.
+    Their rectangles match those of the slices one by one, `group.size()` times as long; keys are
+    gathered rank after rank.
     """
 
     group: dist.ProcessGroup

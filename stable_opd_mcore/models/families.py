@@ -282,7 +282,7 @@ def rotary_frequencies(architecture: Architecture) -> Tensor:
 
 
 def read_fields(source: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The fields of a config.json, and its name for errors; nothing is checked.
+    """The fields of a config.json, unchecked, and its name for errors.
 
     Raises:
         UserError: no such file, too large a one, or no JSON object in it.

@@ -247,11 +247,7 @@ def leave_out_activations(chunk: torch.nn.Module) -> None:
     for module in chunk.modules():
         activation: Any = getattr(module, "activation_func", None)
         if isinstance(activation, torch.nn.Module):
-            activation.sharded_state_dict = _no_weights  # pyright: ignore
-
-
-def _no_weights(*unused: Any, **also_unused: Any) -> dict[str, Any]:
-    return {}
+            activation.sharded_state_dict = lambda *_, **__: {}  # pyright: ignore
 
 
 def _forget_routing(chunk: torch.nn.Module) -> None:

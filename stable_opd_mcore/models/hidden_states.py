@@ -83,13 +83,11 @@ def output_head(chunks: Sequence[torch.nn.Module], vocab_size: int | None = None
 def forward_hidden(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
     """Run one chunk (wrapped for data parallelism or not) over packed sequences.
 
-    Returns:
-        hidden_TH on the last stage, complete on every tensor rank; elsewhere the tensor for the
-        next stage.
+    On the last stage hidden_TH, complete on every tensor rank; else the tensor for the next stage.
 
     Raises:
-        ValueError: T is no multiple of the number of sequence-parallel ranks, times 16 with layers
-            in FP8 (packing pads it).
+        ValueError: packing has not padded T to a multiple of the sequence-parallel ranks, times 16
+            with layers in FP8.
     """
     model = unwrap(chunk)
     ranks = model.pg_collection.tp.size() if model.config.sequence_parallel else 1

@@ -29,14 +29,10 @@ _onednn: Any = torch.ops.mkldnn
 
 def linear(input: Tensor, weight_OH: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """`F.linear` without gradients: input [..., H] to [..., O]."""
-    if _onednn_takes(weight_OH):
+    is_available = torch.backends.mkldnn.is_available()
+    if is_available and weight_OH.is_cpu and weight_OH.dtype == torch.float32:
         return _onednn._linear_pointwise(input, weight_OH, bias_O, "none", [], "")
     return F.linear(input, weight_OH, bias_O)
-
-
-def _onednn_takes(weight: Tensor) -> bool:
-    is_available = torch.backends.mkldnn.is_available()
-    return weight.is_cpu and weight.dtype == torch.float32 and is_available
 
 
 class _Product(torch.autograd.Function):
@@ -74,9 +70,8 @@ def _weight_gradient(weight_OH: Tensor, gradient_TO: Tensor, input_TH: Tensor) -
 class TorchLinear:
     """What replaces the product in Megatron's linear layers.
 
-    A product that also sends messages over tensor ranks stays Megatron's, except in FP8. Under
-    sequence parallelism the whole input is rounded after it is gathered. Transformer Engine rounds
-    the slices before, with one scale for all of them: the same values.
+    A product that also sends messages over tensor ranks stays Megatron's, except in FP8. There the
+    whole input is rounded after it is gathered, which gives Transformer Engine's values.
     """
 
     rounding: Rounding | None = None  # set for a layer in FP8

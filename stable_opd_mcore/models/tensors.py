@@ -1,8 +1,7 @@
 """The table of Hugging Face's tensors and Megatron's parameters, read in both directions.
 
 One to three HF tensors make up a parameter in one of seven layouts, which is then cut over the
-tensor ranks. An expert is not cut: one expert-parallel rank holds it whole. Pure functions of
-tensors and sizes.
+tensor ranks. An expert is not cut: one expert-parallel rank holds it whole.
 """
 
 from __future__ import annotations

@@ -48,11 +48,9 @@ def random_weights(chunks: Sequence[Module], seed: int) -> None:
 def mark_shards(chunks: Sequence[Module]) -> None:
     """Mark the weights that are a tensor rank's shard, as Megatron does when it initialises them.
 
-    Megatron takes an unmarked weight for a copy that every tensor rank holds, and its gradient norm
-    counts it on the first rank only. Experts are marked too: each tensor rank's tokens are its own,
-    so their gradients are summed over the ranks that hold the same experts, in a buffer and an
-    optimizer of their own. Megatron does so only with several expert-parallel ranks; here one rank
-    does too, so that its checkpoints have the form of every layout.
+    The gradient norm counts an unmarked weight on the first rank only. Gradients of experts are
+    summed over the ranks that hold the same experts, in a buffer of their own; on one expert rank
+    too, so that its checkpoints have the form of every layout.
     """
     for _, weight, entry in described_parameters(chunks):
         marked = hasattr(weight, "tensor_model_parallel")

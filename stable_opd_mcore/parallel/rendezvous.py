@@ -1,7 +1,6 @@
 """The store at which a launcher's ranks meet before they form a process group.
 
-Rank 0 serves it at MASTER_ADDR:MASTER_PORT, or torchrun's agent does. Each rank writes
-`arrived/RANK` and waits for the others, so that a rank which never starts can be named.
+Each rank writes `arrived/RANK` and waits for the others, so that an absent rank can be named.
 """
 
 # pyright: reportPrivateImportUsage=false

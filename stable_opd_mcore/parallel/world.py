@@ -196,20 +196,14 @@ def stop_world() -> None:
         dist.destroy_process_group(group)
     _host_groups.clear()
     if parallel_state.model_parallel_is_initialized():
-        _destroy_groups()
+        # Megatron only forgets its groups, and each gloo thread wakes a hundred times a second.
+        for group in parallel_state._global_process_group_list or ():
+            if group is not None:  # None: the default group
+                dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
     if _created_process_group:
         dist.destroy_process_group()
         _created_process_group = False
-
-
-def _destroy_groups() -> None:
-    """End Megatron's process groups, which Megatron only forgets: each gloo thread of a group wakes
-    a hundred times a second, and a process may start many worlds.
-    """
-    for group in parallel_state._global_process_group_list or ():
-        if group is not None:  # None: the default group
-            dist.destroy_process_group(group)
 
 
 def add_host_groups(groups: Sequence[dist.ProcessGroup | None]) -> None:
