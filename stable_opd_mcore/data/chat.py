@@ -208,11 +208,7 @@ class Tokenizer:
         template: str = "{problem}",
         system: str | None = None,
     ) -> str:
-        """The problem after prompt template, and as the one turn of `render_turns`.
-
-        Raises:
-            DataError: a prompt template without "{problem}", or as `render_turns`.
-        """
+        """A problem in the prompt template, by `render_turns`; a DataError without {problem}."""
         if "{problem}" not in template:
             raise DataError(
                 f"data.prompt_template {template!r} lacks {{problem}}: put it where problems go"

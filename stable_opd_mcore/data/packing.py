@@ -82,9 +82,8 @@ def pack(
         attention_length: for `costs`, by which micro-batches are balanced.
         pad_to_multiple: T is a multiple of this (World.token_multiple).
         sequence_multiple: every sequence is a multiple of this (World.sequence_multiple).
-        microbatch_multiple: both numbers of micro-batches are multiples of this
-            (World.microbatch_multiple).
-        routing: layers and experts of a token (L, C), where rollouts bring their experts.
+        microbatch_multiple: both numbers of micro-batches are multiples of this.
+        routing: layers and experts of a token (Y, X), where rollouts bring their experts.
 
     Returns:
         Micro-batches whose sample_index_N indexes `samples`, the scored ones first; those without
@@ -139,9 +138,8 @@ def level(
 ) -> list[list[int]]:
     """The members of bins in `count` bins of about equal cost, still at most max_tokens in a bin.
 
-    Pipeline stages wait for the costliest micro-batch, and the last of `fill` may be nearly empty.
-    The costliest member comes first, each goes to the bin with the lowest sum that has room. Where
-    one finds no room, the bins stay as they are; missing bins are empty.
+    Pipeline stages wait for the costliest micro-batch. The costliest member comes first, each goes
+    to the bin with the lowest sum that has room; where one finds none, the bins stay as they are.
     """
     levelled: list[list[int]] = [[] for _ in range(count)]
     loads_M, used_M = np.zeros(count), np.zeros(count, np.int64)

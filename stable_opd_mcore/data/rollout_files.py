@@ -79,8 +79,7 @@ def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
     """Write `path` atomically, its parent directory included; replaces an older file.
 
     Raises:
-        ValueError: a log-probability is not finite (JSON has no such number), or the number of
-            log-probabilities differs from the number of tokens.
+        ValueError: a log-probability is missing or not finite (JSON has no such number).
     """
     with atomic_file(Path(path)) as file:
         for rollout in rollouts:

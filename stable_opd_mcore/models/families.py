@@ -116,10 +116,7 @@ class Architecture:
 
     @property
     def attention_length(self) -> float:
-        """Tokens of a sequence whose causal attention multiplies as much as all else in a layer.
-
-        A token multiplies with keys and values of half the sequence on average.
-        """
+        """Tokens of a sequence whose causal attention multiplies as much as the rest of a layer."""
         return self.layer_products / (self.num_attention_heads * self.head_dim)
 
 

@@ -156,10 +156,7 @@ def described_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor
 def fill_weights(
     chunks: Sequence[Module], source: Callable[[str, tuple[slice, ...]], Tensor]
 ) -> None:
-    """Fill every weight of this rank; a weight that the table does not name is a KeyError.
-
-    source: gives the part of an HF tensor, by the tensor's name and a slice of each dimension.
-    """
+    """Fill this rank's weights from `source`: an HF tensor's name and part -> its values."""
     group = unwrap(chunks[0]).pg_collection.tp
     architecture = architecture_of(chunks)
     rank, size = group.rank(), group.size()

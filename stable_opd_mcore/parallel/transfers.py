@@ -19,10 +19,7 @@ from stable_opd_mcore.records import MicroBatch
 
 
 def to_device(batch: MicroBatch, device: torch.device | str) -> MicroBatch:
-    """A micro-batch from the host on `device`.
-
-    golden_rows_G, which the host reads, stays there; pinned, so that copies of it need no wait.
-    """
+    """A micro-batch on `device`; golden_rows_G, which the host reads, stays there, pinned."""
     device = torch.device(device)
     if device.type == "cpu":
         return batch

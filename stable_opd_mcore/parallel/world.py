@@ -184,10 +184,7 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
 
 
 def stop_world() -> None:
-    """Wait for every rank, then leave the process group; else a gloo rank may abort at exit.
-
-    Does nothing when no world is started. Keeps a process group that the caller created.
-    """
+    """Wait for every rank, or gloo may abort at exit; leave the group unless the caller made it."""
     global _created_process_group
     if not dist.is_initialized():
         return
