@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from stable_opd_mcore.config.guard import GuardConfig
+from stable_opd_mcore.config.guard_settings import GuardConfig
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import RunDirectory

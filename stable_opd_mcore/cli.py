@@ -192,10 +192,10 @@ def evaluate(
     done: list[Path] = []
     with interruptible("the same command continues after the last stored part"):
         for settings in configs:
-            beside = done if settings is configs[-1] else []
+            others = done if settings is configs[-1] else []
             done.append(
                 evaluate_config(
-                    settings, typer.echo, show_progress=True, limit=limit, beside=beside
+                    settings, typer.echo, show_progress=True, limit=limit, others=others
                 )
             )
 
@@ -215,7 +215,7 @@ def serve(
     from stable_opd_mcore.rollout.sglang.serve import serve as run_servers
     from stable_opd_mcore.run_inputs import with_downloads
 
-    run_servers(with_downloads(settings), teacher=teacher, tell=typer.echo)
+    run_servers(with_downloads(settings), teacher=teacher, say=typer.echo)
 
 
 @app.command()

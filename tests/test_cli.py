@@ -96,8 +96,8 @@ def test_quiet_and_version(command, monkeypatch, capsys):
 def test_evaluate_takes_an_existing_path_with_an_equals_sign_as_a_target(tmp_path, monkeypatch):
     runs, calls = [tmp_path / "a", tmp_path / "lr=1e-6" / "b"], []
 
-    def evaluate(config, _tell, *, beside, **_options):
-        calls.append((config.run.path, config.evaluation.temperature, list(beside)))
+    def evaluate(config, _say, *, others, **_options):
+        calls.append((config.run.path, config.evaluation.temperature, list(others)))
         return config.evaluation_path / "model"
 
     monkeypatch.setattr("stable_opd_mcore.train.evaluation.evaluate_config", evaluate)

@@ -12,8 +12,8 @@ from typing import Any, Literal, Self, cast, get_args
 from pydantic import Field, PositiveInt, model_validator
 
 from stable_opd_mcore.config.data import DataConfig, RewardConfig
-from stable_opd_mcore.config.evaluation import EvaluationConfig, MonitoringConfig
-from stable_opd_mcore.config.guard import GuardConfig
+from stable_opd_mcore.config.evaluation_settings import EvaluationConfig, MonitoringConfig
+from stable_opd_mcore.config.guard_settings import GuardConfig
 from stable_opd_mcore.config.models import (
     ModelConfig,
     ReferenceConfig,

@@ -62,37 +62,37 @@ def rehearse_worlds(
     configs: Sequence[Config],
     clusters: Sequence[Cluster],
     gpu: str,
-    tell: Callable[[str], None],
+    say: Callable[[str], None],
     layers: int | None = None,
 ) -> bool:
     """Rehearse every config in every world; whether none was refused and each had a world."""
-    tell(_layers())
+    say(_layers())
     passed = True
     for config in configs:
         for name, model in models_in_trainer(config).items():
             if note := model_source(model, name)[1]:
-                tell(f"{config.run.name}: {note}")
+                say(f"{config.run.name}: {note}")
         divided = False
         for cluster in clusters:
             name = f"{config.run.name}  {cluster.nodes} x {cluster.gpus_per_node} {gpu}"
             try:
                 layout = layout_of(config.parallel, cluster.trainer_gpus)
             except UserError as error:
-                tell(f"{name}  skipped: {error}")
+                say(f"{name}  skipped: {error}")
                 continue
             divided = True
             try:
                 for stage in range(layout.pipeline):
                     report = rehearse_stage(config, cluster, gpu, stage, layers)
-                    tell(f"{name}  {layout}  {report.line}")
+                    say(f"{name}  {layout}  {report.line}")
                 if te_layers.is_installed():
-                    tell(f"{name}  {layout}  {_compare_layers(config, cluster, layers)}")
+                    say(f"{name}  {layout}  {_compare_layers(config, cluster, layers)}")
             except UserError as error:
                 passed = False
-                tell(f"{name}  {layout}  REFUSED: {error}")
+                say(f"{name}  {layout}  REFUSED: {error}")
         if not divided:
             passed = False
-            tell(f"{config.run.name}: REFUSED: no world is divided by its layout")
+            say(f"{config.run.name}: REFUSED: no world is divided by its layout")
     return passed
 
 

@@ -56,8 +56,8 @@ from stable_opd_mcore.train.oversight.signals import (
     StopSignals,
     write_outcome,
 )
+from stable_opd_mcore.train.persistence.resolved_configs import on_first_rank, take_directory
 from stable_opd_mcore.train.persistence.rollout_writer import write_together
-from stable_opd_mcore.train.persistence.run_directory import on_first_rank, take_directory
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.run_models import load_model
@@ -99,7 +99,7 @@ def evaluate_config(
     print_line: Callable[[str], None],
     show_progress: bool = False,
     limit: int | None = None,
-    beside: Sequence[Path] = (),
+    others: Sequence[Path] = (),
 ) -> Path:
     """Evaluate a model on `evaluation.benchmarks`, or on `data.eval` where there are none.
 
@@ -110,7 +110,7 @@ def evaluate_config(
 
     Args:
         limit: evaluate the first problems of each set only; the directory's name says so.
-        beside: directories of other evaluations; a table of their results and these is printed,
+        others: directories of other evaluations; a table of their results and these is printed,
             with means over the runs that differ only in their seed.
 
     Raises:
@@ -144,8 +144,8 @@ def evaluate_config(
             raise
         if world.rank == 0:
             _write_results(evaluation, print_line)
-            if beside:
-                table = benchmark_table(seeds_together(evaluated_runs([*beside, config.run.path])))
+            if others:
+                table = benchmark_table(seeds_together(evaluated_runs([*others, config.run.path])))
                 assert table is not None
                 print_line(markdown_table([table.columns, *table.rows]))
     write_outcome(home, DONE, step=None)

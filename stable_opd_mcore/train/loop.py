@@ -43,12 +43,12 @@ from stable_opd_mcore.train.persistence.checkpoint import (
     newest_checkpoint,
     restore_replaced,
 )
-from stable_opd_mcore.train.persistence.rollout_writer import write_step
-from stable_opd_mcore.train.persistence.run_directory import (
+from stable_opd_mcore.train.persistence.resolved_configs import (
     keep_resolved,
     on_first_rank,
     take_directory,
 )
+from stable_opd_mcore.train.persistence.rollout_writer import write_step
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.token_values import write_token_values

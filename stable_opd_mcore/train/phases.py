@@ -1,7 +1,7 @@
 """What each phase of a step needs on the device: `memory.offload` moves the rest to the host.
 
 A step is rollout, score, update, publish; between steps come evaluation and checkpoints. Colocated
-servers take the device inside a rollout (rollout/sglang/engine.py).
+servers take the device inside a rollout (rollout/sglang/sglang_engine.py).
 """
 
 from collections.abc import Iterator, Sequence

@@ -57,7 +57,7 @@ def build_run(
     world: World,
     stop_requested: Callable[[], bool] = lambda: False,
     progress: Callable[[], None] = lambda: None,
-    tell: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Run:
     """Build every part on this rank.
 
@@ -65,12 +65,12 @@ def build_run(
         stop_requested: whether a signal has asked the run to stop; then absent servers are not
             waited for.
         progress: called from any thread whenever a server has answered or a token is decoded.
-        tell: receives a line before each part that takes long.
+        say: receives a line before each part that takes long.
 
     Raises:
         UserError: settings, data, weights or layout that do not fit together.
     """
-    tell(f"reading prompts: {', '.join(source.path for source in config.data.sources)}")
+    say(f"reading prompts: {', '.join(source.path for source in config.data.sources)}")
     tokenizer = load_tokenizer(config)
     teacher_stops = teacher_stop_ids(config, tokenizer)
     objective = build_objective(config, tokenizer.stop_token_ids, teacher_stops)
@@ -82,7 +82,7 @@ def build_run(
     prompts = load_prompts(config, tokenizer, architecture, widest)
     held_out = load_held_out(config, tokenizer, architecture)
 
-    tell(f"{len(prompts):,} prompts; loading models: {models_text(config)}")
+    say(f"{len(prompts):,} prompts; loading models: {models_text(config)}")
     models = RunModels(config, world, widest, tokenizer.vocab_size, progress)
     student = Student(models.student, config.optimizer, config.train.precision)
     teacher, reference = models.teacher(), models.reference()
@@ -92,7 +92,7 @@ def build_run(
     memory = device_memory(config, world, student, models.frozen, heads)
     is_served = served_teacher is not None
     if config.rollout.has_servers:
-        tell(f"waiting for {config.rollout.sglang.placement} SGLang servers")
+        say(f"waiting for {config.rollout.sglang.placement} SGLang servers")
     engine = build_engine(
         *(config, world, models.student, tokenizer, stop_requested, progress, memory),
         served_teacher,

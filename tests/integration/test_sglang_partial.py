@@ -23,7 +23,7 @@ from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, gather_objects, start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
-from stable_opd_mcore.rollout.sglang.engine import SglangEngine
+from stable_opd_mcore.rollout.sglang.sglang_engine import SglangEngine
 from stable_opd_mcore.rollout.unfinished import is_finished
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.integration.sglang_tools import (

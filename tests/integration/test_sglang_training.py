@@ -21,7 +21,7 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
-from stable_opd_mcore.rollout.sglang.engine import SglangEngine
+from stable_opd_mcore.rollout.sglang.sglang_engine import SglangEngine
 from stable_opd_mcore.serving.client import SglangClient
 from tests.integration.sglang_tools import (
     ROOT,

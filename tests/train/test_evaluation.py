@@ -88,7 +88,7 @@ def evaluate_in_all_forms(rank: int, world_size: int, home: Path) -> None:
     (other / "config.resolved.yaml").write_text(yaml.safe_dump(settings))
     (other / "metrics.jsonl").unlink()  # a table of results reads no metrics
     of_other = other / "evaluation" / results.name
-    evaluate_config(evaluation_config(run), lines.append, beside=[of_other])
+    evaluate_config(evaluation_config(run), lines.append, others=[of_other])
     assert files_of(results) == whole
     assert "| run, step_000002, mean of 2 seeds |" in lines[-1]
     some = evaluate_config(evaluation_config(run), lines.append, limit=4)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from stable_opd_mcore.config.guard import GuardConfig
+from stable_opd_mcore.config.guard_settings import GuardConfig
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import KLConfig, MixtureConfig
 from stable_opd_mcore.config.training import Fp8Config

@@ -29,10 +29,10 @@ from stable_opd_mcore.planning.topology import (
     derive_topology,
     server_dtype,
 )
-from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
+from stable_opd_mcore.rollout.sglang.sglang_engine import SglangEngine
 from stable_opd_mcore.rollout.sglang.transports import (
     DiskTransport,
     TensorTransport,

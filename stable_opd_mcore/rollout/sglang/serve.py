@@ -32,7 +32,7 @@ _POLL_SECONDS = 1.0
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None:
+def serve(config: Config, *, teacher: bool, say: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM: with `teacher` teacher.path instead of the student."""
     sglang = config.rollout.sglang
     if sglang.placement == "external":
@@ -62,8 +62,8 @@ def serve(config: Config, *, teacher: bool, tell: Callable[[str], None]) -> None
             server.wait_until_healthy()
             if not teacher:
                 check_release(server.client().release(), server.url)
-        tell(f"api_key_file: {key_file}")
-        tell("urls: " + ",".join(server.url for server in servers))
+        say(f"api_key_file: {key_file}")
+        say("urls: " + ",".join(server.url for server in servers))
         while not (dead := [server.log for server in servers if not server.is_running]):
             time.sleep(_POLL_SECONDS)
         raise ConfigError(f"a server ended; its log says why: {', '.join(map(str, dead))}")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from stable_opd_mcore.config.guard import GuardConfig
+from stable_opd_mcore.config.guard_settings import GuardConfig
 from stable_opd_mcore.monitoring import onset
 from stable_opd_mcore.monitoring.onset import (
     DETECTORS,

@@ -11,7 +11,7 @@ from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.loss_weights import LossWeights
 from stable_opd_mcore.train.oversight.guard import Action
 from stable_opd_mcore.train.persistence.checkpoint import find_fault, load_checkpoint
-from stable_opd_mcore.train.persistence.run_directory import on_first_rank
+from stable_opd_mcore.train.persistence.resolved_configs import on_first_rank
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 

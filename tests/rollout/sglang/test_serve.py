@@ -21,4 +21,4 @@ EXTERNAL = ("rollout.sglang.placement=external", "rollout.sglang.urls=[http://ho
 )
 def test_refusals(overrides, teacher, message):
     with pytest.raises(ConfigError, match=message):
-        serve(load_config(CONFIG, overrides), teacher=teacher, tell=print)
+        serve(load_config(CONFIG, overrides), teacher=teacher, say=print)

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 from pydantic import TypeAdapter
 
-from stable_opd_mcore.config.guard import GuardConfig
+from stable_opd_mcore.config.guard_settings import GuardConfig
 from stable_opd_mcore.train.oversight import guard
 from stable_opd_mcore.train.oversight.guard import GuardState, decide
 

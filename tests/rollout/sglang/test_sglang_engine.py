@@ -11,10 +11,10 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Prompt, Sampling
-from stable_opd_mcore.rollout.sglang.engine import SglangEngine
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.publisher import ServerStatus
+from stable_opd_mcore.rollout.sglang.sglang_engine import SglangEngine
 from tests.config.cases import run_with
 from tests.integration.sglang_tools import architecture
 from tests.rollout.sglang.test_dispatch import AbortableServer

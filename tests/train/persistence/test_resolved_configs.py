@@ -3,7 +3,7 @@
 import pytest
 
 from stable_opd_mcore.train.persistence import run_directory
-from stable_opd_mcore.train.persistence.run_directory import keep_resolved
+from stable_opd_mcore.train.persistence.resolved_configs import keep_resolved
 from tests.train.runs import tiny_config
 
 
