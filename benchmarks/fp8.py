@@ -2,7 +2,7 @@
 
     .venv/bin/python -m benchmarks.fp8 [--demo runs/demo/seed0]
 
-The emulation (docs/fp8.md) in the teacher alone, in the reference alone, and in all three models.
+The emulation (docs/fp8.md) in the teacher only, in the reference only, and in all three models.
 Pairs of random weights have the architectures of real families at a tiny size; --demo adds the
 trained pair of `make demo`. Responses to arithmetic problems are sampled once, by the student
 without FP8. The student is its reference with noise of 5 % of the weights, or in the demo the

@@ -7,10 +7,10 @@ JSD.
 
 Full-vocabulary reverse KL of a student to a frozen model, from hidden states and heads, with
 gradients to the student's hidden states and head: the work of gkd. "ours, opd" is the surrogate on
-sampled tokens with the exact KL to the reference: the same four products. "gemms" is these products
-alone, the floor. Every figure is from a process of its own; memory is what forward and backward add
-at their peak to the inputs, gradients included, and beside it without the two gradients. Not a
-test: nothing here asserts.
+sampled tokens with the exact KL to the reference: the same four products. "gemms" is only these
+products, the floor. Every figure is from a process of its own. Memory is what forward and backward
+add at their peak to the inputs, once with the two gradients and once without. Not a test: nothing
+here asserts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Seconds, tokens a second and peak memory of a training step, ours beside TRL's
+"""Seconds, tokens a second and peak memory of a training step, ours and TRL's
 DistillationTrainer.
 
     python benchmarks/step.py --trl-python /path/to/trl-venv/bin/python
-    python benchmarks/step.py                     # ours alone
+    python benchmarks/step.py                     # only ours
 
 Both do the same work: one sampled response to each of 32 prompts, the teacher's hidden states on
 them, the reverse KL over the full vocabulary as a token mean, its gradient, one Adam step; fp32, on

@@ -45,7 +45,7 @@ def slurm() -> run.SlurmExecutor:
         nodes=0,
         time="",
         ntasks_per_node=1,
-        tunnel=run.LocalTunnel(job_dir=""),  # with another directory sbatch does not find the job
+        tunnel=run.LocalTunnel(job_dir=""),  # sbatch does not find the job in another directory
         packager=run.Packager(),  # copies no code; the job uses the shared checkout
     )
 
@@ -144,7 +144,7 @@ def add(experiment: run.Experiment, stage: Stage, executor: run.Executor) -> Non
         # the plugin has run; `nemo experiment` could not import one that is stored with the job
         experiment.jobs[-1].plugins = None
         return
-    # on one machine NeMo-Run keeps the order, but also starts a stage whose parent failed
+    # NeMo-Run on one machine keeps the order, but also starts a stage whose parent failed
     executor = executor.clone()
     executor.env_vars |= {
         "DONE": str(success_file(experiment, stage.name)),

@@ -46,7 +46,7 @@ class Verdict:
     name: str  # done, stopped, hang, requeued, lost or failed
     reason: str
     action: str = "end"  # or requeue, exclude, probe, start
-    nodes: tuple[str, ...] = ()  # to leave out of the next attempt
+    nodes: tuple[str, ...] = ()  # the next attempt leaves them out
     rank: int | None = None
     node: str | None = None
     exit_code: int | None = None

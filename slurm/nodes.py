@@ -22,7 +22,7 @@ def judge_preflight(attempt: Attempt, nodes: list[str]) -> Verdict:
     config_error = read(notes / "config_error")
     if config_error:
         return Verdict("failed", f"the config: {config_error}")
-    faults: dict[str, dict[str, str]] = {}  # by node, then by kind
+    faults: dict[str, dict[str, str]] = {}  # node -> kind -> what failed
     for task, node in enumerate(nodes):
         words = last_line(notes / f"node_{task}.log")
         if (notes / f"{node}.good").exists():

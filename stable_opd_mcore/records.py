@@ -51,7 +51,7 @@ class Sampling:
     max_new_tokens: int = 1024
     num_samples: int = 1  # responses per prompt
     stop_token_ids: tuple[int, ...] = ()  # a response ends with, and includes, the first of these
-    seed: int = 0  # of the noise, with step, prompt and sample index
+    seed: int = 0  # seeds the noise, with step, prompt and sample index
     scored: bool = False  # a served teacher scores each response as soon as it ends
 
     def __post_init__(self) -> None:
@@ -127,12 +127,12 @@ class SequenceScores(_WithArrays):
         "extra_logprobs_LE": np.float32,
     }
 
-    logprobs_L: NDArray[np.float32]  # of the token
+    logprobs_L: NDArray[np.float32]  # the token's own
     top_ids_LK: NDArray[np.int32]  # most probable first
     # Half precision, because they are most of what travels: a log-probability of -2 is exact to
     # .001, one of -8 to .004.
     top_logprobs_LK: NDArray[np.float16]
-    extra_logprobs_LE: NDArray[np.float32]  # of the E ids that are looked up at every token
+    extra_logprobs_LE: NDArray[np.float32]  # E ids that are looked up at every token
 
 
 @dataclass(frozen=True)
@@ -156,14 +156,14 @@ class Rollout(_WithArrays):
     finish_reason: FinishReason
     weight_version: int  # version of the student's weights that sampled its first token
     text: str = ""  # decoded response, without the stop token
-    reward: float | None = None  # in [0, 1]: 1 right, 0 wrong; None: not graded
+    reward: float | None = None  # 0 to 1: 1 right, 0 wrong; None: not graded
     grading_failure: GradingFailure | None = None  # why grading ended without a verdict
     # int16 [prompt and response tokens - 1, Y, X]: the experts that the engine chose for each
     # token but the last; None without rollout.routing_replay
     routed_experts: NDArray[np.int16] | None = None
     # L tokens together, in order; not given: all have weight_version
     segments: tuple[Segment, ...] = ()
-    teacher_scores: SequenceScores | None = None  # of the L tokens; None: no server has scored them
+    teacher_scores: SequenceScores | None = None  # None: no server has scored it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -191,14 +191,14 @@ class Sample(_WithArrays):
     trained: NDArray[np.bool_]  # [L], False where a token mask removes the token from the loss
     rollout_logprobs: NDArray[np.float32] | None = None  # [L], nats; None for golden solutions
     loop_length: int = 0  # tokens of the maximal periodic suffix
-    reward: float | None = None  # as Rollout.reward
+    reward: float | None = None  # see Rollout
     truncated: bool = False  # the rollout did not end with a stop token
-    routed_experts: NDArray[np.int16] | None = None  # as Rollout.routed_experts
+    routed_experts: NDArray[np.int16] | None = None  # see Rollout
     off_policy: bool = False  # the golden solution, not the rollouts, carries the policy term (gkd)
-    # as Prompt.teacher_token_ids; None where the teacher reads prompt_token_ids
+    # Prompt.teacher_token_ids; None where the teacher reads prompt_token_ids
     teacher_prompt_token_ids: NDArray[np.int32] | None = None
-    teacher_scores: SequenceScores | None = None  # as Rollout.teacher_scores
-    slot: int = 0  # as Prompt.slot
+    teacher_scores: SequenceScores | None = None  # see Rollout
+    slot: int = 0  # see Prompt
 
     @property
     def is_scored(self) -> bool:
@@ -214,12 +214,12 @@ class SampleFacts:
     index_B: NDArray[np.int64]  # its place in the holder's list
     prompt_B: NDArray[np.int64]  # its prompt's slot
     golden_B: NDArray[np.bool_]  # else a rollout
-    off_policy_B: NDArray[np.bool_]  # as Sample.off_policy
+    off_policy_B: NDArray[np.bool_]  # see Sample
     prompt_tokens_B: NDArray[np.int64]
     response_tokens_B: NDArray[np.int64]
     trained_tokens_B: NDArray[np.int64]
     reward_B: NDArray[np.float64]  # NaN: not graded
-    truncated_B: NDArray[np.bool_]  # as Sample.truncated
+    truncated_B: NDArray[np.bool_]  # see Sample
     source_B: NDArray[np.int64] | None = None  # its place in data.train; None: there is one source
     # None: the teacher reads the student's prompts
     teacher_prompt_tokens_B: NDArray[np.int64] | None = None
@@ -259,7 +259,7 @@ class SampleWeights:
     pg_B: NDArray[np.float64]  # 0 on golden solutions, except off-policy ones
     kl_B: NDArray[np.float64]  # 0 on golden solutions
     sft_B: NDArray[np.float64]  # 0 on rollouts
-    advantage_B: NDArray[np.float64] | None = None  # of grpo; None: computed from scores
+    advantage_B: NDArray[np.float64] | None = None  # given by grpo; None: computed from scores
 
     def select(self, index_B: NDArray[Any]) -> SampleWeights:
         """The weights of the samples at `index_B`."""

@@ -36,7 +36,7 @@ def test_the_project_accepts_the_stack() -> None:
 
 
 def test_sglangs_own_pins_are_in_the_stack() -> None:
-    """As installed for the tests: another torch in the stack could not be installed beside it."""
+    """As installed for the tests: another torch in the stack could not be installed with it."""
     for metadata in ROOT.glob(".venv-sglang/lib/*/site-packages/sglang-*.dist-info/METADATA"):
         lines = metadata.read_text().splitlines()
         pins = [Requirement(line[15:]) for line in lines if line.startswith("Requires-Dist: ")]
@@ -48,7 +48,7 @@ def test_sglangs_own_pins_are_in_the_stack() -> None:
 
 def test_the_image_installs_from_the_stack() -> None:
     assert f"FROM {STACK['image']}\n" in DOCKERFILE
-    assert not re.search(r"==\s*[\d\"$]", DOCKERFILE), "a version beside cluster.toml"
+    assert not re.search(r"==\s*[\d\"$]", DOCKERFILE), "a version outside cluster.toml"
     printed = {
         part: subprocess.run(
             [sys.executable, ROOT / "requirements/cluster_stack.py", part],

@@ -1,6 +1,6 @@
 """Which file may import which: only lower rows and its own folder, and never in a circle.
 
-Every import counts: also those inside functions and those for type checkers alone.
+Every import counts: also those inside functions and those only for type checkers.
 """
 
 import ast

@@ -56,7 +56,7 @@ class Box:
 class Arrow:
     points: tuple[tuple[int, int], ...]
     label: str = ""
-    at: tuple[int, int] = (0, 0)  # of the label: its middle
+    at: tuple[int, int] = (0, 0)  # the label's middle
     anchor: str = "middle"
 
     def svg(self) -> str:

@@ -57,7 +57,7 @@ def _section_tables(prefix: str, model: Schema, models: Schema) -> list[str]:
         if (section := held.get("")) is not None:
             tables.append(f"## {key}\n{_text(section)}\n\n{_table(f'{key}.', section, models)}")
             tables += _section_tables(f"{key}.", section, models)
-        if (section := held.get("[]")) is not None:  # of each: what the single one has, and more
+        if (section := held.get("[]")) is not None:  # only what the single one lacks
             more = section["properties"].keys() - held[""]["properties"].keys()
             own = {k: v for k, v in section["properties"].items() if k in more}
             table = _table(f"{key}[].", section | {"properties": own}, models)

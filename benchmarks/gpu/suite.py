@@ -41,13 +41,13 @@ class Part:
 PARTS = (
     Part("environment", 55, "versions, and the machine's own rates"),
     Part("kernels", 85, "loss kernels against their definitions"),
-    Part("loss", 60, "the loss's speed and memory beside its products, torch and Liger"),
-    Part("step", 40, "one Stable-OPD step beside the CPU's on the same rollouts"),
-    Part("layers", 60, "Transformer Engine's layers beside torch's"),
-    Part("fp8", 30, "FP8: the emulation beside Transformer Engine's; a 7B-shaped forward pass"),
+    Part("loss", 60, "the loss's speed and memory against its products, torch and Liger"),
+    Part("step", 40, "one Stable-OPD step against the CPU's on the same rollouts"),
+    Part("layers", 60, "Transformer Engine's layers against torch's"),
+    Part("fp8", 30, "FP8: the emulation against Transformer Engine's; a 7B-shaped forward pass"),
     Part("resume", 65, "a killed run resumes with the same metrics"),
     Part("publish", 30, "weights to another process by CUDA IPC and NCCL"),
-    Part("memory", 35, "peak memory beside `stable-opd plan`"),
+    Part("memory", 35, "peak memory against `stable-opd plan`"),
     Part("utilisation", 70, "a 1.5B- and a 7B-shaped step"),
     Part(
         "servers",

@@ -23,7 +23,7 @@ class Software:
     transformer_engine: bool
     apex: Path | None  # where a package of this name is
     apex_is_nvidias: bool  # it has the module that Megatron imports
-    apex_is_built: bool  # with its CUDA extensions, without which its Adam refuses to work
+    apex_is_built: bool  # has its CUDA extensions, without which its Adam refuses to work
     on_gpu: bool
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_LOOP_TOKENS = 32  # no healthy text cut anywhere ends in a longer run (docs/method.md §5)
-LEAST_LOOP_TOKENS = 8  # with any budget
+LEAST_LOOP_TOKENS = 8  # the minimum under any budget
 MAX_PERIOD_TOKENS = 1024
 # The same limits for a text without token ids.
 MIN_LOOP_CHARACTERS = 64

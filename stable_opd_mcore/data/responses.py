@@ -64,10 +64,10 @@ class MeasuredResponse:
 
     length: int
     finish_reason: FinishReason | None  # None: not known
-    reward: float | None  # in [0, 1]; None: not graded
+    reward: float | None  # 0 to 1; None: not graded
     grading_failure: GradingFailure | None
     loop: TailLoop
-    repetitive: bool | None  # by the compression of its tail; None: shorter than the tail
+    repetitive: bool | None  # its tail compresses too well; None: shorter than the tail
     repetitive_10k: bool | None  # the same for the paper's tail of 10,000 characters
 
 

@@ -95,7 +95,7 @@ def run_jobs(jobs: Sequence[Job]) -> None:
     not_reported = [job for job in waiting if job.arm]
     running: dict[Future, Job] = {}
     job_bars: dict[str, TaskID] = {}
-    os.environ["OMP_NUM_THREADS"] = "1"  # for the workers: more threads would compete for cores
+    os.environ["OMP_NUM_THREADS"] = "1"  # more threads of the workers would compete for cores
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(WORKERS, spawn, end_with_parent) as pool, _progress() as bars:
         total = bars.add_task("all runs", total=sum(job.steps for job in jobs))
@@ -123,7 +123,7 @@ def run_jobs(jobs: Sequence[Job]) -> None:
                         "Finished runs are kept: the same command continues from there"
                     ) from error
                 finished.add(job.name)
-            while not_reported and not_reported[0].name in finished:  # in the order of the arms
+            while not_reported and not_reported[0].name in finished:  # keeps the order of the arms
                 bars.console.print(_outcome(not_reported.pop(0)), highlight=False)
         bars.update(total, completed=sum(job.steps for job in jobs))
 

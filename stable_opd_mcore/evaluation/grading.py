@@ -53,7 +53,7 @@ class RewardItem:
 class Verdict:
     """What a response is worth; with a failure it counts as wrong."""
 
-    reward: float  # in [0, 1]
+    reward: float  # 0 to 1
     failure: GradingFailure | None = None  # over its time, or the worker ended (memory, recursion)
 
     @property

@@ -18,7 +18,7 @@ from stable_opd_mcore.host.printable_text import printable_line
 from stable_opd_mcore.records import AnswerFormat, FinishReason
 
 MAX_LINE_BYTES = 64 * 2**20
-NO_COLUMN = "none"  # as a column's name: do not look for one
+NO_COLUMN = "none"  # a column's name: do not look for one
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Looked for in the first row with a response; a dotted name reaches into nested objects.
 _USUAL_NAMES = {

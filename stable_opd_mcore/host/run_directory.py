@@ -28,12 +28,12 @@ class RunDirectory:
         self.report = self.path / "report.html"
         self.cold_start = self.path / "cold_start"  # a run directory of its own
         self.evaluation = self.path / "evaluation"  # directories of evaluations
-        self.responses = self.path / "responses"  # of an evaluation, one folder a benchmark
-        self.results = self.path / "results.json"  # of an evaluation
+        self.responses = self.path / "responses"  # an evaluation's, one folder a benchmark
+        self.results = self.path / "results.json"  # an evaluation's
         self.results_page = self.path / "results.md"
         self.servers = self.path / "sglang"  # logs of the servers of the rollouts
         self.teacher_servers = self.path / "teacher"
-        self.stacks = self.path / "stacks"  # of ranks that hang
+        self.stacks = self.path / "stacks"  # stack traces of ranks that hang
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / checkpoint_name(step)

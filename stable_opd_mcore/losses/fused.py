@@ -152,7 +152,7 @@ class _Evaluation:
         ids_NJ = looked_up_ids(self.batch.targets_N, self.terms.stop_ids, head.vocab_size)
         if count == 0:
             return
-        golden_G = self.batch.golden_rows_G  # on the host, and read only at another temperature
+        golden_G = self.batch.golden_rows_G  # lies on the host, read only at another temperature
         golden = [] if self.terms.temperature == 1 else cast("list[int]", golden_G.tolist())
         for index, batch in enumerate(split_rows(self.batch, self.block_rows)):
             start = index * self.block_rows

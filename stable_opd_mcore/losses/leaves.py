@@ -41,7 +41,7 @@ class Leaves(NamedTuple):
 
     target_CJ: Tensor  # divided logits at the looked-up columns
     log_sum_C: Tensor  # log of the sum of e^(divided logit - the row's maximum)
-    divergence_C: Tensor | None = None  # from the teacher, over the vocabulary
+    divergence_C: Tensor | None = None  # divergence from the teacher, over the vocabulary
     support_CK: Tensor | None = None  # divided logits on the support
     kl_reference_C: Tensor | None = None
     golden_G: Tensor | None = None  # log-probabilities of golden tokens at temperature 1

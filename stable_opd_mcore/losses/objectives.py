@@ -121,7 +121,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
 _REFERENCE_NEEDS: dict[str, ScoresNeeded] = {"none": "none", "exact": "hidden"}
 
 
-LIKELIHOOD = Terms()  # for micro-batches that no other model scores
+LIKELIHOOD = Terms()  # micro-batches that no other model scores
 
 
 @dataclass(frozen=True)

@@ -41,16 +41,16 @@ class Rows:
     token_logprob: Tensor  # log pi of the target itself
     likelihood: Tensor  # token_logprob, of golden tokens at temperature 1
     # Constants from here on, unless marked.
-    old_logprob: Tensor  # as logprob, of the policy that sampled; logprob itself on policy
+    old_logprob: Tensor  # logprob of the policy that sampled; logprob itself on policy
     trained: Tensor  # bool, the policy term has a weight
     divergence: Tensor | None = None  # differentiable: Terms.divergence of student and teacher
     kl_reference: Tensor | None = None  # differentiable: exact KL(student || reference)
     # [C, K], of the teacher's most probable ids, where Terms.divergence is "teacher_support"
     support: Tensor | None = None  # differentiable: log pi
     teacher_support: Tensor | None = None  # log pi_T
-    old_token_logprob: Tensor | None = None  # as token_logprob; None on policy
-    teacher_logprob: Tensor | None = None  # as logprob
-    reference_logprob: Tensor | None = None  # as token_logprob
+    old_token_logprob: Tensor | None = None  # token_logprob of the same policy; None on policy
+    teacher_logprob: Tensor | None = None  # the teacher's logprob
+    reference_logprob: Tensor | None = None  # the reference's token_logprob
     kl_teacher: Tensor | None = None  # exact KL(student || teacher)
     given_advantage: Tensor | None = None  # came with the sample (GRPO: from rewards)
     returns: Tensor | None = None  # discounted sum of Terms.discounted over the later tokens

@@ -111,7 +111,7 @@ class _Router:
         self._routers = routers
         self._value: _MicroBatchChoices | None = None  # set during the forward pass
         self._for_recompute: deque[_MicroBatchChoices] = deque()
-        self._now: _MicroBatchChoices | None = None  # for this run of the router
+        self._now: _MicroBatchChoices | None = None  # set while the router runs
         router.router_replay = self  # pyright: ignore  # Megatron's own hook
         router.register_forward_pre_hook(self._before)
         router.register_forward_hook(self._after)

@@ -24,7 +24,7 @@ from stable_opd_mcore.monitoring.figures import Row
 from stable_opd_mcore.monitoring.sinks import read_run
 
 RESULT_FILES = "evaluation/*/results.json"  # a run's evaluated models
-SEEDS = re.compile(r"train\.seed|data\.\w+\.options\.seed")  # in which an arm's runs differ
+SEEDS = re.compile(r"train\.seed|data\.\w+\.options\.seed")  # differ between an arm's runs
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is
 
 
@@ -42,7 +42,7 @@ class WrittenRun:
     run: ReportRun
     rows: list[Row]
     events: list[dict[str, Any]]
-    settings: dict[str, str]  # by dotted key
+    settings: dict[str, str]  # dotted key -> value
     results: dict[str, dict[str, dict[str, float]]]  # evaluated model -> benchmark -> its numbers
 
 
@@ -120,7 +120,7 @@ def seeds_together(runs: Sequence[WrittenRun]) -> list[WrittenRun]:
 
 def _in_common(names: Sequence[str]) -> str:
     """The beginning that the names share, without "seed"; else the end that they share."""
-    shared = os.path.commonprefix  # by characters
+    shared = os.path.commonprefix  # compares single characters
     begin = re.sub(r"[_./-]*(seed\d*)?[_./-]*$", "", shared(names))
     end = shared([name[::-1] for name in names])[::-1].lstrip("_./-")
     return begin or end or names[0]

@@ -13,17 +13,17 @@ from stable_opd_mcore.monitoring.names import NAMES, TABLE, Name, name_of
 
 WINDOW = 5  # steps of the trailing mean
 SMOOTH_FROM = 25  # rows from which curves are trailing means
-MAX_FAINT_RUNS = 6  # with more runs, single steps are not plotted behind the trailing means
+MAX_FAINT_RUNS = 6  # more runs than these have no single steps behind the trailing means
 SCHEDULES = frozenset({"optimizer/lr", "kl/beta", "mixture/lambda"})  # plotted as they were set
 # Metrics of terms that a run may lack: left out where all values are 0.
 TERMS = ("loss/", "logprob/teacher", "kl/", "mixture/", "ratio/")
 
-MAX_POINTS = 2000  # of one curve; a longer one keeps every n-th point and the last
+MAX_POINTS = 2000  # a longer curve keeps every n-th point and the last
 OTHERS = "Other metrics"
 
 # Angle between the hues of two labels in a row, 360 / golden ratio^2: all hues of a page differ.
 HUE_STEP, FIRST_HUE = 137.508, 250
-DASHES = ("", "8 4", "2 3", "8 3 2 3")  # as in SVG; the next one after 8 labels
+DASHES = ("", "8 4", "2 3", "8 3 2 3")  # SVG's notation; the next one after 8 labels
 LABELS_OF_A_DASH = 8
 
 Row = dict[str, Any]

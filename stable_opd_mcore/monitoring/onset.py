@@ -65,7 +65,7 @@ class Series:
 class Symptom:
     """A detector whose metric is beyond its bound."""
 
-    name: str  # in DETECTORS
+    name: str  # a key of DETECTORS
     recent: float
     normal: float
     bound: float

@@ -26,9 +26,9 @@ from stable_opd_mcore.records import Rollout
 
 LENGTH_BUDGET = "sampling.max_new_tokens"  # a run's setting
 SNIPPET_CHARACTERS = 80
-MAX_STEPS = 40  # in the static page, over all of its runs
+MAX_STEPS = 40  # most steps in the static page, over all of its runs
 MIN_STEPS = 3  # each run has there: the last, the first and the worst
-ROLLOUTS_PER_STEP = 8  # in the static page
+ROLLOUTS_PER_STEP = 8  # most in the static page
 TAIL_SHARE = 0.4  # share of a long text's end in what is kept: repetition is there
 
 

@@ -55,7 +55,7 @@ class DeviceMemory:
         self._offloaded = [part.name for part in parts if part.name in offloaded]
         self._on_gpu = torch.device(device).type == "cuda"
         self._moved: dict[str, list[_Moved]] = {}
-        self._hosts: dict[tuple[str, int], Tensor] = {}  # by storage; pinning memory is slow
+        self._hosts: dict[tuple[str, int], Tensor] = {}  # keys: storages; pinning is slow
         self._give_back: Callable[[], None] | None = None
 
     @property

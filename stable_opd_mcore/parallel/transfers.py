@@ -1,6 +1,6 @@
 """Copies between host and device that the host does not wait for.
 
-    batch = to_device(batch, world.device)  # from pinned memory
+    batch = to_device(batch, world.device)  # copies from pinned memory
     numbers = OnHost(sums_R)                # begins the copy; the device continues
     numbers.values().tolist()               # later: waits only for this copy
 

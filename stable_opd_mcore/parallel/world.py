@@ -33,8 +33,8 @@ Object = TypeVar("Object")
 
 _START_TIMEOUT = timedelta(minutes=30)  # until all ranks have started
 _TIMEOUT = timedelta(minutes=COLLECTIVE_TIMEOUT_MINUTES)
-_created_process_group = False  # by start_world; stop_world keeps a group that a caller created
-_layout: dict[str, int | None] = {}  # of the started world
+_created_process_group = False  # if a caller created the group, stop_world keeps it
+_layout: dict[str, int | None] = {}  # the started world's
 _host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # NCCL's group -> gloo's, same ranks
 
 
@@ -59,7 +59,7 @@ class World:
     data_size: int
     context_rank: int
     context_size: int
-    batch_rank: int  # as data_rank, but replicas that share micro-batches count once
+    batch_rank: int  # data_rank, but replicas that share micro-batches count once
     batch_size: int
     expert_size: int  # ranks of one pipeline stage; each holds a part of the experts
     # Megatron's constructors take it; the properties below name its members

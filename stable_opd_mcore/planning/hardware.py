@@ -19,7 +19,7 @@ class Cluster:
     nodes: int
     gpus_per_node: int
     server_nodes: int = 0
-    spare_gpus: int = 0  # on the trainer's machine, for disaggregated servers
+    spare_gpus: int = 0  # disaggregated servers use them, on the trainer's machine
 
     @property
     def trainer_gpus(self) -> int:
@@ -39,8 +39,8 @@ class Device:
     memory_gib: float
     reserved_gib: float  # CUDA context, NCCL buffers, cuBLAS workspaces, fragmentation
     matmul_tflops: float  # dense bf16
-    memory_gbps: float  # in 1e9 bytes per second
-    host_gbps: float  # to pinned host memory, one way; each GPU has a link of its own
+    memory_gbps: float  # 1e9 bytes per second
+    host_gbps: float  # copies to pinned host memory, one way; each GPU has a link of its own
 
     @property
     def usable_bytes(self) -> float:

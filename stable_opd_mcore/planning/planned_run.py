@@ -44,7 +44,7 @@ class Models:
     """The models of a run; None where it has none."""
 
     student: Architecture
-    teacher: Architecture | None = None  # in the trainer; a served one takes no memory here
+    teacher: Architecture | None = None  # the trainer's; a served one takes no memory here
     reference: bool = False  # the student's architecture
 
 

@@ -19,7 +19,7 @@ IN_PROCESS_SECONDS = 0.025  # any other engine: Python
 class StepSeconds:
     """Predicted seconds of one step, phase by phase."""
 
-    rollout: float  # in which the trainer waits for responses
+    rollout: float  # the trainer waits for responses
     score: float
     update: float
     offload: float  # copies of `memory.offload` between GPU and host, in all phases

@@ -28,7 +28,7 @@ MEMORY_SHARES: dict[Placement, float] = {
 }
 WEIGHT_BUCKET_BYTES = 512 * 2**20  # weights that are sent at once; the trainer holds two buckets
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-WEIGHTS_SHARE = 0.5  # at most, of a server's memory; the rest is its KV cache
+WEIGHTS_SHARE = 0.5  # largest share of a server's memory; the rest is its KV cache
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class HostWaits(TorchFunctionMode):
         if self._is_on_device(tensor) or self._reads_early("tolist", [tensor]):
             self._count("tolist")
         one: Any = 1.0 if tensor.dtype.is_floating_point else 1
-        return np.full(tensor.shape, one).tolist()  # as fake_tensors reads
+        return np.full(tensor.shape, one).tolist()  # what fake_tensors reads
 
     def __torch_function__(
         self,
@@ -100,7 +100,7 @@ class HostWaits(TorchFunctionMode):
         return output
 
     def _waits(self, name: str, args: Any, kwargs: dict[str, Any], on_device: bool) -> bool:
-        if name in _OF_LISTS:  # from pageable memory
+        if name in _OF_LISTS:  # copies from pageable memory
             return "device" in kwargs or (name == "new_tensor" and on_device)
         if not on_device:
             return False

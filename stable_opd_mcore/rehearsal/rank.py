@@ -47,7 +47,7 @@ class RankReport:
 
     stage: int
     seconds: float  # CPU time
-    peak_bytes: int  # in the step, with Adam's state
+    peak_bytes: int  # the step's, with Adam's state
     published_bytes: int  # sent to a server in one publish; 0 where nothing is sent
     host_waits: dict[str, int]  # places where the step's host waits for the GPU -> how often
 

@@ -159,7 +159,7 @@ def with_few_prompts(run: PlannedRun) -> PlannedRun:
     if of_rank > in_micro_batch:
         micro_batches = min(of_rank // in_micro_batch, layout.pipeline * layout.virtual)
         of_rank = micro_batches * in_micro_batch
-    sequences = max(1, of_rank) * layout.data  # in a minibatch
+    sequences = max(1, of_rank) * layout.data  # those of a minibatch
     if config.objective.name == "sft":
         changes = {"prompts_per_step": minibatches * sequences}
     else:

@@ -95,7 +95,7 @@ class Completion:
     token_ids: NDArray[np.int32]  # [L], with its stop token
     logprobs: NDArray[np.float32]  # [L], full softmax at the sampling temperature
     finish_reason: FinishReason
-    weight_versions: tuple[str, ...]  # in order; several if the weights changed during the response
+    weight_versions: tuple[str, ...]  # several, in order, if the weights changed meanwhile
     cached_tokens: int  # prompt tokens that the server's prefix cache held
     # int16 [prompt and response tokens - 1, layers, experts of a token]; None: not requested
     routed_experts: NDArray[np.int16] | None = None

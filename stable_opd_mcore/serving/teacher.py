@@ -1,7 +1,7 @@
 """A teacher on SGLang servers, of any architecture that SGLang supports. It is asked about one
 response at a time, while others are still sampled.
 
-    reply = teacher.ask("math:7", prompt_ids, response_ids, step)  # from any thread
+    reply = teacher.ask("math:7", prompt_ids, response_ids, step)  # any thread may ask
     (scores,) = teacher.wait([reply])
 
 Scores are of the softmax at temperature 1 (SGLang scores prompts at no other), so rollouts must be
@@ -74,7 +74,7 @@ class _Asked:
     """A request until it is answered."""
 
     route: str
-    clients: Sequence[SglangClient]  # in the order in which they are tried
+    clients: Sequence[SglangClient]  # tried in this order
     request: Scoring
     failures: int = 0
     reply: Future[SequenceScores] = field(default_factory=Future)

@@ -1,7 +1,7 @@
 """Which model `stable-opd evaluate` evaluates, and with which settings.
 
     config = evaluation_config(target, settings, overrides)    # before anything starts
-    model = find_model(config)                                 # on all ranks together
+    model = find_model(config)                                 # all ranks together
 
 A target is a config, a run's directory, a Hugging Face directory or a Megatron checkpoint. A model
 or checkpoint inside a run's directory has that run's settings, so all three give the same numbers.
@@ -25,7 +25,7 @@ from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron
 from stable_opd_mcore.train.persistence.checkpoint import STATE_FILE, newest_checkpoint
 
-TRAINED = "trained.json"  # in an exported model: the run and the step that it is from
+TRAINED = "trained.json"  # an exported model's file: the run and step it is from
 PAPER_SETTINGS = Path(evaluation.__path__[0]) / "paper.yaml"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -33,7 +33,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 @dataclass(frozen=True)
 class EvaluatedModel:
     path: Path  # a Hugging Face directory or a Megatron checkpoint
-    name: str  # of the results: the step of the run, or the directory's name
+    name: str  # the results' name: the run's step, or the directory's name
     run: str | None = None  # the name of the run that trained it, where it is known
     step: int | None = None
 

@@ -17,7 +17,7 @@ from stable_opd_mcore.parallel.device_memory import DeviceMemory, Part
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.train.student import Student
 
-ROLLOUT = ("student",)  # for an engine in the trainer; colocated servers take even that
+ROLLOUT = ("student",)  # an engine in the trainer needs it; colocated servers take even that
 SCORE = ("student", "heads", "frozen")
 UPDATE = ("student", "gradients", "optimizer", "heads")
 FROZEN = ("heads", "frozen")

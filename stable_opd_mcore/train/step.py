@@ -46,7 +46,7 @@ from stable_opd_mcore.train.update import update_once
 class StepResult:
     state: TrainState
     metrics: Metrics  # global: the same on every rank
-    rollouts: Sequence[Rollout]  # of this data-parallel rank, in the order of its prompts
+    rollouts: Sequence[Rollout]  # this data-parallel rank's, in the order of its prompts
     actions: Sequence[Action]  # the guard's after the step
     token_values: Sequence[RolloutValues]  # the first rollouts, for readers; on rank 0 only
 

@@ -24,7 +24,7 @@ def step_metrics(
     rollouts: Sequence[Rollout],
     facts: SampleFacts,
     timer: PhaseTimer,
-    trained_version: int,  # of the weights that the step has updated
+    trained_version: int,  # version of the weights that the step has updated
 ) -> Metrics:
     """The step's metrics that no update makes, the same on every rank."""
     num_tokens = int((facts.prompt_tokens_B + facts.response_tokens_B).sum())

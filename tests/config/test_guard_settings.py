@@ -1,4 +1,4 @@
-"""Settings of the guard that cannot work are refused, with the setting that mends it."""
+"""Settings of the guard that cannot work are refused, with the setting that fixes it."""
 
 import pytest
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu.suite import PARTS
 
-BY_HAND = ("resume", "servers")  # what they call is tested in tests/train and beside this file
+BY_HAND = ("resume", "servers")  # what they call is tested in tests/train and next to this file
 ROOT = Path(__file__).parents[2]
 
 

@@ -230,7 +230,7 @@ def assert_close(found: Result, expected: Result, tolerance: float) -> None:
             scale = max(scale, 0.1, parts.item() if name == "loss" else 0.0)
         error = (a - b).abs().max().item() / scale
         assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"
-    # An empty micro-batch has no block whose results could tell what is None.
+    # An empty micro-batch has no block whose results could show what is None.
     rows = expected.rows if len(expected.d_hidden) else found.rows
     assert found.rows.keys() == rows.keys()
     for name, b in expected.rows.items():

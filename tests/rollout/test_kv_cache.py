@@ -1,4 +1,4 @@
-"""Cached attention against plain causal attention over each row alone."""
+"""Cached attention against plain causal attention over each row by itself."""
 
 import pytest
 import torch

@@ -38,7 +38,7 @@ def test_what_a_launcher_sets_for_the_trainer_stays_with_the_trainer():
 
 
 def test_programs_of_the_servers_own_environment_come_first():
-    """SGLang compiles with the ninja that is installed beside its interpreter."""
+    """SGLang compiles with the ninja that is installed next to its interpreter."""
     assert environment(PATH="/usr/bin")["PATH"] == "/servers/bin:/usr/bin"
 
 

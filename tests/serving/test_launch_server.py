@@ -20,7 +20,7 @@ def prepare_server_args(arguments):
 def launch_server(settings):
     hidden = [name for name in ("requests", "sgl_kernel", "sglang_cpu") if name in sys.modules]
     print(json.dumps({"path": sys.path, "loaded": hidden, "key": repr(settings.api_key)}))
-    threading.Thread(target=time.sleep, args=(600,)).start()  # a worker that goes on
+    threading.Thread(target=time.sleep, args=(600,)).start()  # a worker that keeps running
     raise OSError("the application has ended")
 """
 

@@ -50,7 +50,7 @@ def test_a_server_that_ends_is_named_with_the_end_of_its_log(tmp_path, monkeypat
 
 
 def test_a_server_whose_port_was_taken_is_not_waited_for(tmp_path):
-    """SGLang says so in its log and goes on running."""
+    """SGLang says so in its log and keeps running."""
     taken = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1): in use"
     server = server_of(tmp_path, f'echo "{taken}"\nexec sleep 600')
     server.start()

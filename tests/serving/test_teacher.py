@@ -61,7 +61,7 @@ def test_an_absent_teacher_is_lost_when_somebody_waits_however_many_requests_the
 
 
 def test_a_failure_that_nobody_waits_for_is_repeated_until_it_is_answered():
-    """As of a response that a later step trains on."""
+    """The response may be one that a later step trains on."""
     failures = itertools.count()
     with fake_teacher(lambda _: next(failures) >= 3) as (url, asked):
         teacher = served_by(url, patience_seconds=0.0)

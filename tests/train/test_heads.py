@@ -29,7 +29,7 @@ RETURNS = {"name": "opd", "discount": 0.9}
 
 def test_each_head_is_multiplied_once_per_token(tmp_path):
     """The teacher's metrics (log-probabilities, entropies) need no further product. Golden tokens
-    meet the student's head alone, once."""
+    meet only the student's head, once."""
     run_ranks(1, count_products_of_each_objective, tmp_path)
 
 

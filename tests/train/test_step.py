@@ -221,7 +221,7 @@ def test_an_update_reports_means_of_its_losses_and_sums_of_the_rest(run):
 
 
 class NotFinite:
-    """An objective whose loss is NaN, as of a student whose hidden states are."""
+    """An objective whose loss is NaN, like that of a student whose hidden states are."""
 
     def __init__(self, objective):
         self._objective = objective

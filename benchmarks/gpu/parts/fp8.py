@@ -1,7 +1,7 @@
 """FP8: emulated products against Transformer Engine's, and a frozen model against bf16.
 
 Output and gradients of a linear layer are compared for each recipe. The model has four layers with
-the widths of Qwen2.5-7B. On a CPU the emulation alone is compared, with fp32, at a tiny size.
+the widths of Qwen2.5-7B. On a CPU only the emulation is compared, with fp32, at a tiny size.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def run(record: Record, options: Options) -> None:
         found[name] = measured(replace(point, implementation=name, main_grad=ours))
         record.figure(f"{name}: time", found[name]["seconds"] * 1e3, "ms", sizes)
         peak = found[name]["peak_without_gradients_mib"]
-        record.figure(f"{name}: peak beside gradients", peak, "MiB", MEMORY_GOAL if ours else "")
+        record.figure(f"{name}: peak without gradients", peak, "MiB", MEMORY_GOAL if ours else "")
     if not options.on_gpu:
         return
     for name in ("ours", "ours, opd"):

@@ -1,4 +1,4 @@
-"""Measured peak memory of a 0.5B-shaped step beside what `stable-opd plan` predicts."""
+"""Measured peak memory of a 0.5B-shaped step against what `stable-opd plan` predicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One Stable-OPD step on the GPU beside the CPU's, on the same rollouts, in fp32 without TF32.
+"""One Stable-OPD step on the GPU against the CPU's, on the same rollouts, in fp32 without TF32.
 
 The CPU draws the rollouts and takes the step first. The GPU takes it with torch's layers, which the
 CPU has too, and replays the rollouts. gpu/one_step.py makes Adam's eps large: with the usual one

@@ -86,7 +86,7 @@ class ExpectedChecksums:
     def _shard(self, name: str, tensor: Tensor, rank: int) -> Tensor:
         """Tensor rank `rank`'s piece of one tensor."""
         size = self._size
-        if name in ("k_proj", "v_proj"):  # with fewer groups than ranks, ranks share a group
+        if name in ("k_proj", "v_proj"):  # ranks share a group if there are fewer groups
             groups = self._architecture.num_key_value_heads
             copies = max(1, size // groups)
             return tensor.chunk(size // copies)[rank // copies]

@@ -168,7 +168,7 @@ class Fleet:
             self.fail(member, str(error))
 
     def _is_awaited(self, member: Member) -> bool:
-        with self._lock:  # as in `is_restarting`
+        with self._lock:  # see `is_restarting`
             ended = self.lost is not None or self._stopped.is_set()
             return member.state == "restarting" and not ended
 

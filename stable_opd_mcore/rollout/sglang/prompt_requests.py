@@ -26,7 +26,7 @@ class PromptRequests:
     rollouts: list[Rollout]  # one a sample, as far as they are sampled
     step: int  # requests of a lower one are sent first
     ask: Ask | None = None  # asks a served teacher about a response; None: nobody scores it
-    scores: dict[int, Future[SequenceScores]] = field(default_factory=dict)  # by sample, if ended
+    scores: dict[int, Future[SequenceScores]] = field(default_factory=dict)  # keys: ended samples
     number: int = 0  # the order of submission
     member: Member | None = None  # the first one that computed the prompt
 

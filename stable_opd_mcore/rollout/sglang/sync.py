@@ -64,8 +64,8 @@ def push_once(
         label: unique to this push.
     """
     if transport is None:
-        _gather(chunks)  # to send
-        _gather(chunks)  # to verify
+        _gather(chunks)  # the sender sends
+        _gather(chunks)  # the sender verifies
         return Outcome((), {}, 0)
     sessions: dict[str, _Session] = {}
     unreachable: dict[str, str] = {}
@@ -80,7 +80,7 @@ def push_once(
         transport.send(bucket)
         num_bytes += bucket.flat.numel()
     if not transport.is_sender:
-        _gather(chunks)  # to verify
+        _gather(chunks)  # the sender verifies
         return Outcome((), {}, 0)
     transport.close()
     _verify_all(transport, sessions, chunks, dtype, version)

@@ -29,14 +29,14 @@ Measure = Literal["none", "raised", "stopped"]
 PATIENCE = 10  # steps for a measure to take effect, and without symptoms until measures end
 RELAX_STEPS = 50  # without symptoms, until what the guard added to beta and lambda has halved
 MAX_ROLLBACKS = 2
-FIRST_SHARE = 0.25  # of max_beta and max_lambda at the first raise; each further step doubles
-NEGLIGIBLE = 0.01  # of max_beta and max_lambda; what has decayed below is 0
+FIRST_SHARE = 0.25  # share of max_beta and max_lambda at the first raise; each further step doubles
+NEGLIGIBLE = 0.01  # share of max_beta and max_lambda; what has decayed below is 0
 
 
 @dataclass(frozen=True)
 class GuardState:
-    watched: dict[str, Series] = field(default_factory=dict[str, Series])  # by detector
-    measure: Measure = "none"  # in force
+    watched: dict[str, Series] = field(default_factory=dict[str, Series])  # keys: detectors
+    measure: Measure = "none"  # the one in force
     beta: float = 0.0  # least kl.beta of the next step
     lambda_: float = 0.0  # least mixture.lambda of the next step
     warned: bool = False  # there were symptoms less than PATIENCE steps ago

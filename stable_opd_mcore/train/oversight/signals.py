@@ -74,7 +74,7 @@ class StopSignals:
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
-        self._device = device  # of the default group's tensors
+        self._device = device  # where the default group's tensors live
         self._reason = StopReason.NONE
         self._handlers: dict[signal.Signals, Any] = {}
         self._mask: set[int] = set()

@@ -37,7 +37,7 @@ class Watchdog:
         self._file: TextIO | None = None
         self._progress = directory / PROGRESS
         self._last_progress = 0.0
-        self._lock = threading.Lock()  # of the timer
+        self._lock = threading.Lock()  # guards the timer
         self._ended = threading.Event()
         self._heart: threading.Thread | None = None
         self._warned = False

@@ -97,7 +97,7 @@ class CheckpointSaver:
         if dist.get_rank() == 0:
             for left in self._directory.glob("partial-step_*"):
                 with tolerating_leftovers(left):
-                    shutil.rmtree(left)  # by a run that was killed
+                    shutil.rmtree(left)  # a killed run left it
         with shielded():
             self._write(path, state)
         if dist.get_rank() == 0:

@@ -106,7 +106,7 @@ def _boxes_of(
     """The boxes of the flat range [begin, end) of a parameter, for each of its states."""
     whole = [base] if isinstance(base, ShardedTensor) else list(nested_values(base.build()))
     found: dict[str, list[ShardedTensor]] = {name: [] for name in tensors}
-    start = 0  # of `part` in the parameter; gate and up, for example, are saved as two tensors
+    start = 0  # where `part` begins; gate and up, for example, are saved as two tensors
     assert base.data is not None
     for part in whole:
         assert part.data is not None

@@ -36,14 +36,14 @@ def write_together(
     """Write the rollouts of all data-parallel ranks, the prompts of the ranks in turn. Collective.
 
     Args:
-        rollouts: of this data-parallel rank, those of a prompt one after the other.
+        rollouts: this data-parallel rank's, those of a prompt one after the other.
         limit: write only so many, the first ones.
     """
     if dist.get_rank(world.model_group):
         return  # the first rank of the replica holds the same
     group = world.data_group
     prompts = [list(own) for _, own in groupby(rollouts, key=lambda rollout: rollout.prompt)]
-    sizes = gather_objects([len(own) for own in prompts], group)  # of each rank's prompts
+    sizes = gather_objects([len(own) for own in prompts], group)  # rollouts of each prompt
     left = sum(map(sum, sizes)) if limit is None else limit
     with ExitStack() as stack:
         file = stack.enter_context(atomic_file(path)) if world.rank == 0 else None

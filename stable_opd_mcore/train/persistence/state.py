@@ -17,12 +17,12 @@ from stable_opd_mcore.train.oversight.guard import GuardState
 
 @dataclass(frozen=True)
 class TrainState:
-    __pydantic_config__ = ConfigDict(extra="forbid")  # for the reader of checkpoints
+    __pydantic_config__ = ConfigDict(extra="forbid")  # checkpoints are read with it
 
     step: int = 0  # completed training steps
     cursor: int = 0  # prompts consumed so far, over all epochs
     optimizer_steps: int = 0  # completed; several per training step with train.minibatches > 1
-    weight_version: int = 0  # of the student's weights; every rollout records it
+    weight_version: int = 0  # the student's; every rollout records it
     adapted: Adapted = field(default_factory=Adapted)
     guard: GuardState = field(default_factory=GuardState)
 

@@ -27,9 +27,9 @@ from stable_opd_mcore.records import MicroBatch, Sample, SampleFacts, SampleWeig
 @dataclass(frozen=True)
 class Minibatch:
     samples: Sequence[Sample]  # trained on by this rank; indexed by MicroBatch.sample_index_N
-    weights: SampleWeights  # of `samples`
-    places: NDArray[np.int64]  # of `samples` in the facts of the step
-    source_B: NDArray[np.int64] | None = None  # of `samples`, as SampleFacts.source_B
+    weights: SampleWeights  # one per sample
+    places: NDArray[np.int64]  # where each sample is in the facts of the step
+    source_B: NDArray[np.int64] | None = None  # see SampleFacts
 
 
 def gather_facts(world: World, samples: Sequence[Sample]) -> SampleFacts:

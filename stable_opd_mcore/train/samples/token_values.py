@@ -22,7 +22,7 @@ from stable_opd_mcore.parallel.world import World, gather_on_first_rank
 from stable_opd_mcore.records import LossOutput, MicroBatch, Rollout, SampleFacts
 from stable_opd_mcore.train.samples.sharing import Minibatch
 
-NUM_ROLLOUTS = 8  # of each step, about 35 bytes a token
+NUM_ROLLOUTS = 8  # rollouts of each step, about 35 bytes a token
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class TokenRecorder:
     """Keeps the token values of the first NUM_ROLLOUTS rollouts of a step.
 
     Args:
-        facts: of all samples of the step; the rollouts stand first, in order.
+        facts: those of all samples of the step; the rollouts stand first, in order.
     """
 
     def __init__(self, config: Config, facts: SampleFacts):
         count = 0 if config.rollout.save == "none" else NUM_ROLLOUTS
         self._kept = facts.select(~facts.golden_B).select(np.s_[:count])
-        self._rows: list[tuple[Minibatch, OnHost]] = []  # of each micro-batch
+        self._rows: list[tuple[Minibatch, OnHost]] = []  # one per micro-batch
 
     def record(
         self,

@@ -112,7 +112,7 @@ def test_measures_are_carried_out_in_order(runs):
         ("stopped", 10),
     ]
     rows = [row for row in metrics_of(runs / "whole") if "event" not in row]
-    assert [row["step"] for row in rows] == list(range(1, 11))  # the count of steps goes on
+    assert [row["step"] for row in rows] == list(range(1, 11))  # the count of steps continues
     assert [row["kl/beta"] for row in rows[:7]] == [0, 0, 0, 0, 0.2, 0.4, 0.8]
     assert [row["mixture/lambda"] for row in rows[:7]] == [0, 0, 0, 0, 0.25, 0.5, 1]
     shares = [row["tokens/golden_share"] for row in rows[:6]]

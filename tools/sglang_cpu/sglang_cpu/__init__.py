@@ -45,7 +45,7 @@ def prepare() -> None:
         if not hasattr(torch.ops.torchvision, operator.partition("(")[0]):
             _library.define(operator)
     if not torch.cuda.is_available():
-        torch.cuda.cudart = _UnpinnedMemory  # of the buffer for the experts that were chosen
+        torch.cuda.cudart = _UnpinnedMemory  # the buffer of chosen experts asks for it
     if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
         _stub_triton()
     _fork_workers()
