@@ -2,7 +2,7 @@
 
 import pytest
 
-from stable_opd_mcore.train.persistence import run_directory
+from stable_opd_mcore.train.persistence import resolved_configs
 from stable_opd_mcore.train.persistence.resolved_configs import keep_resolved
 from tests.train.runs import tiny_config
 
@@ -22,14 +22,14 @@ def test_a_config_is_kept_before_a_newer_one_replaces_it(tmp_path, monkeypatch):
     keep_resolved(tiny_config(tmp_path, "run"))
     directory = tmp_path / "run"
     before = (directory / "config.resolved.yaml").read_bytes()
-    write = run_directory.write_atomically
+    write = resolved_configs.write_atomically
 
     def killed_at_the_newest(path, data):
         if path.name == "config.resolved.yaml":
             raise KeyboardInterrupt
         write(path, data)
 
-    monkeypatch.setattr(run_directory, "write_atomically", killed_at_the_newest)
+    monkeypatch.setattr(resolved_configs, "write_atomically", killed_at_the_newest)
     with pytest.raises(KeyboardInterrupt):
         keep_resolved(tiny_config(tmp_path, "run", optimizer={"lr": 2e-3}))
     for name in ("config.resolved.yaml", "config.resolved.001.yaml"):
