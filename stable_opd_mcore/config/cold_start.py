@@ -1,4 +1,4 @@
-"""The two configs of a cold start: of the supervised run, and of the run that starts from it."""
+"""The two configs of a cold start: the supervised run's and that of the run that starts from it."""
 
 from stable_opd_mcore.config.schema import Config
 

@@ -90,8 +90,8 @@ def without_removed(values: Any, origin: str, overrides: Sequence[str] = ()) -> 
     """A copy of the config's values without the settings that are gone.
 
     Raises:
-        ConfigError: names each key that is gone and asks for what no longer exists, and the
-            override that set it, else `origin`.
+        ConfigError: keys that are gone ask for what no longer exists; the message names each, with
+            the override that set it or `origin`.
     """
     values = deepcopy(values)
     refused: list[str] = []

@@ -79,7 +79,7 @@ class Tokenizer:
         return cls(backend, path, stop_token_ids, template_kwargs)
 
     def with_template_kwargs(self, template_kwargs: Mapping[str, Any] | None) -> Tokenizer:
-        """With other arguments of the chat template; a DataError for one that it never reads."""
+        """A copy with other arguments of the chat template; DataError for one that it ignores."""
         if template_kwargs is None:
             return self
         other = copy.copy(self)
@@ -180,7 +180,7 @@ class Tokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, none added; a DataError for what the synthetic tokenizer lacks."""
+        """Ids of each text, with none added; DataError for what the synthetic tokenizer lacks."""
         if self._is_synthetic:
             check_symbols(texts)
         encodings = self._backend.backend_tokenizer.encode_batch_fast(
@@ -198,7 +198,7 @@ class Tokenizer:
         )
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token; of several that spell one character, the last one has it."""
+        """The text of each token; where several spell one character, the last one gets it."""
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self._backend.backend_tokenizer, token) or "" for token in token_ids]
 
@@ -208,7 +208,7 @@ class Tokenizer:
         template: str = "{problem}",
         system: str | None = None,
     ) -> str:
-        """A problem in the prompt template, by `render_turns`; a DataError without {problem}."""
+        """Render a problem in a prompt template; DataError if the template lacks {problem}."""
         if "{problem}" not in template:
             raise DataError(
                 f"data.prompt_template {template!r} lacks {{problem}}: put it where problems go"

@@ -48,7 +48,7 @@ def partition(
 ) -> list[list[int]]:
     """Places of the sequences of each part, balanced by cost: those of `first_B`, and all together.
 
-    Those of `first_B` come first, the costliest first; each goes to the lowest part of lowest sum.
+    Those of `first_B` come first, the costliest first; each goes to the part with the lowest sum.
     """
     loads = [(0.0, part) for part in range(parts)]  # a heap
     shares: list[list[int]] = [[] for _ in range(parts)]

@@ -28,7 +28,7 @@ class TailLoop:
 
 
 def min_loop_tokens(max_new_tokens: int | None) -> int:
-    """The least tokens of a loop: a quarter of a small budget, because the budget cuts loops."""
+    """The fewest tokens of a loop: a quarter of a small budget, because the budget cuts loops."""
     if max_new_tokens is None:
         return MIN_LOOP_TOKENS
     return max(LEAST_LOOP_TOKENS, min(MIN_LOOP_TOKENS, max_new_tokens // 4))

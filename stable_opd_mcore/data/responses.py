@@ -89,7 +89,7 @@ def measure(
     reward: float | None,
     grading_failure: GradingFailure | None = None,
 ) -> MeasuredResponse:
-    """Measure a response: its text without, its ids with the stop token; else its characters."""
+    """Measure a response from its text, without the stop token, and its ids, with it, if known."""
     repetitive = is_repetitive(text, limits.tail_characters, limits.ratio)
     same_tail = limits.tail_characters == PAPER_TAIL_CHARACTERS
     return MeasuredResponse(

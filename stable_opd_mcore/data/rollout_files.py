@@ -94,7 +94,7 @@ def read_rollouts(
 ) -> list[Rollout]:
     """The rollouts of a file of `write_rollouts`, in order; at most `limit`.
 
-    strict: False replaces bytes that are no UTF-8, for people who read the text.
+    strict: False replaces bytes that are not UTF-8, for people who read the text.
 
     Raises:
         DataError: missing file, or a row that is no rollout; the message names line and column.

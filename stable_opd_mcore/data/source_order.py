@@ -1,7 +1,7 @@
 """The order of prompts of several sources: each slot takes the source that lacks most.
 
 The n-th slot of a run, from 0, takes the source s with the largest w_s (n + 1) - (its slots so
-far), w_s its share of the weights, the first of equals.
+far), or the first of several; w_s is its share of the weights.
 """
 
 from bisect import bisect_left

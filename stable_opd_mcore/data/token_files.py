@@ -63,7 +63,7 @@ def read_tokens(path: str | Path) -> list[TokenText]:
 
 
 def decode_line(line: bytes) -> str:
-    """A line as text. Lone surrogates are kept; bytes that are no UTF-8 are replaced."""
+    """A line as text. Lone surrogates are kept; bytes that are not UTF-8 are replaced."""
     try:
         return line.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:

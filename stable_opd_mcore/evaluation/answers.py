@@ -96,7 +96,7 @@ def with_units(answer: str) -> str:
 
 
 def one_formula(gold: str) -> str:
-    """A gold answer of several formulas as one list; of many, math-verify takes the last.
+    """A gold answer of several formulas as one list, because math-verify takes the last of many.
 
     Without the conditions of its symbols ("for all $x$"). A solution in sentences stays as it is.
     """

@@ -142,7 +142,7 @@ class Objective:
     config: Config
 
     def with_loss_weights(self, beta: float, lambda_: float) -> Objective:
-        """With another beta (0 needs no reference) and lambda (0 needs no golden solutions)."""
+        """A copy with other weights: beta 0 needs no reference, lambda 0 no golden solutions."""
         if not self.needs_rollouts:
             return self
         settings = self.config.objective

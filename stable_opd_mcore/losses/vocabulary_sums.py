@@ -193,7 +193,7 @@ def jsd_sums_of(
     scale: float,
     head: Head,
 ) -> Tensor:
-    """`jsd_sums` [C, 2] of student and teacher over all shards; outcome: one more column."""
+    """`jsd_sums` [C, 2] of student and teacher over all shards; an outcome is one more column."""
     normalisers = (pair.normaliser, pair.other)
 
     def second_pass(models: ModelTensors) -> Tensor:
@@ -208,7 +208,7 @@ def jsd_sums_of(
 
 @dataclass(frozen=True)
 class GoldenLikelihood:
-    """Golden tokens at temperature 1, where the loss has another (docs/method.md §2)."""
+    """Golden tokens at temperature 1, used if the loss has another one (docs/method.md §2)."""
 
     rows_G: Tensor
     ids_G1: Tensor

@@ -65,7 +65,7 @@ _OWN_WRITERS: dict[str, Any] = (
 
 
 def sharding() -> dict[str, Any]:
-    """Megatron's options, with which any layout reads it; a new dict, as Megatron adds to it."""
+    """Megatron's options that let any layout read it; a new dict, because Megatron adds to it."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,

@@ -108,7 +108,7 @@ class Architecture:
 
     @property
     def mlp_products(self) -> int:
-        """Multiplications of one token in one layer's MLP: of its experts and of the router."""
+        """Multiplications of one token in one layer's MLP, by its experts and the router."""
         mlp = 3 * self.ffn_hidden_size * self.hidden_size
         if self.experts is None:
             return mlp
@@ -171,7 +171,7 @@ def layout_refusal(
     expert: int = 1,
     sequence: bool = True,
 ) -> str | None:
-    """Why these ranks cannot hold the model; None where they can. `num_chunks`: of each stage."""
+    """Why these ranks, with `num_chunks` on each stage, cannot hold the model; None if they can."""
     experts = architecture.experts
     heads = ("num_attention_heads", "num_key_value_heads")
     for name in heads if experts is not None else (*heads, "ffn_hidden_size"):

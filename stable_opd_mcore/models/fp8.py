@@ -23,7 +23,7 @@ MULTIPLE = 16
 
 
 def refuse_fp8(architecture: Architecture, fp8: Fp8, *, tensor: int, precision: str | None) -> None:
-    """Raise a UserError if sizes or precision do not suit it; None: products are emulated."""
+    """Raise a UserError if sizes or precision do not suit FP8; precision None: it is emulated."""
     for name, width in _widths(architecture, tensor).items():
         if width % MULTIPLE:
             raise UserError(

@@ -72,7 +72,7 @@ def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
 
 def check_hf(path: str | Path, architecture: Architecture) -> list[str]:
     """Check the names, shapes and types of all tensors; returns the files of weights that nothing
-    reads. Raises as `load_hf`, but for values that are not finite.
+    reads. Raises what `load_hf` does, except for values that are not finite.
     """
     with _Checkpoint(Path(path)) as checkpoint:
         checkpoint.check(architecture)

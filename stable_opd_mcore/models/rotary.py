@@ -26,7 +26,7 @@ def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
 
 
 class RotaryByPosition(torch.nn.Module):
-    """Rotations per token, for Megatron's; the model sets `positions` before each forward."""
+    """Replaces Megatron's: rotations per token; the model sets `positions` before each forward."""
 
     def __init__(self, frequencies: Tensor, dtype: torch.dtype) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def describe(
     """The table's entry for a parameter of a model chunk.
 
     Args:
-        name: as in `named_parameters` of the chunk.
+        name: the name in `named_parameters` of the chunk.
         layer_numbers: the model-wide index, from 0, of each of the chunk's layers.
         first_expert: the model-wide index of this expert-parallel rank's first expert.
     """
@@ -195,7 +195,7 @@ def join_parts(
 def unshard(
     shards: Sequence[Tensor], layout: Layout, architecture: Architecture
 ) -> tuple[Tensor, ...]:
-    """The full HF tensors of all tensor ranks' shards; of one shard, views where possible."""
+    """The full HF tensors of all tensor ranks' shards; one shard gives views where possible."""
     if layout == "qkv":
         size, per_group = architecture.head_dim, architecture.num_attention_heads
         per_group = per_group // architecture.num_key_value_heads

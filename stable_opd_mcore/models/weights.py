@@ -102,7 +102,7 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
 def copy_weights(
     from_chunks: Sequence[Module], to_chunks: Sequence[Module], decay: float = 0.0
 ) -> None:
-    """to <- decay · to + (1 - decay) · from, on this rank, of one architecture and layout."""
+    """to <- decay · to + (1 - decay) · from, on this rank; both share architecture and layout."""
     assert architecture_of(from_chunks) == architecture_of(to_chunks)
     for source, target in zip(
         described_parameters(from_chunks), described_parameters(to_chunks), strict=True
@@ -174,7 +174,7 @@ def fill_weights(
 def weights_hash(chunks: Sequence[Module]) -> str:
     """SHA-256 over names, dtypes and values of all HF tensors, in hexadecimal; collective.
 
-    The same for the same weights in any layout; in another precision it is another hash.
+    The hash of the same weights is the same in any layout, and differs in another precision.
     """
     digest = hashlib.sha256()
     for name, tensor in iter_hf_tensors(chunks):

@@ -59,7 +59,7 @@ def defined(rows: Sequence[Row], key: str) -> list[float]:
 
 
 def window_means(numbers: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Means of every `window` consecutive numbers; of fewer numbers their mean, of none nothing."""
+    """Means of every `window` consecutive numbers; fewer give one mean, none give nothing."""
     window = min(window, len(numbers))
     ends = range(window, len(numbers) + 1) if numbers else ()
     return [sum(numbers[end - window : end]) / window for end in ends]

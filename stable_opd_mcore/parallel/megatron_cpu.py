@@ -57,7 +57,7 @@ def find_spec(
 class _Loader(importlib.machinery.SourceFileLoader):
     """Compiles the rewritten source, and keeps its bytecode in this package's `__pycache__`.
 
-    Its folder has the digest of this file, so another version of the hook never reads it.
+    The folder's name has this file's digest, so no other version of the hook reads it.
     """
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:

@@ -121,8 +121,8 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
     Rank numbers run fastest over tensor, then context, data, pipeline (Megatron's order).
 
     Raises:
-        UserError: the grid does not divide the number of ranks, or expert those of a stage; or as
-            `meet`: a launcher's variable is unusable, or a rank did not start.
+        UserError: the grid does not divide the number of ranks, or expert those of a stage; a
+            launcher's variable is unusable; a rank did not start (see `meet`).
         RuntimeError: a world of another layout is started; call stop_world() first.
     """
     global _layout
@@ -221,13 +221,13 @@ def add_host_groups(groups: Sequence[dist.ProcessGroup | None]) -> None:
 
 
 def object_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group over which the objects of `group` travel; None: of every rank."""
+    """The group over which the objects of `group` travel; None: the group of all ranks."""
     every = dist.group.WORLD if group is None else group
     return group if every is None else _host_groups.get(every, group)
 
 
 def gather_objects(item: Object, group: dist.ProcessGroup | None = None) -> list[Object]:
-    """The pickled `item` of every rank of `group`, in rank order, on all; None: of every rank."""
+    """The pickled `item` of each rank of `group` (None: all ranks), in rank order, on each."""
     size = dist.get_world_size(group)
     if size == 1:
         return [item]
@@ -237,7 +237,7 @@ def gather_objects(item: Object, group: dist.ProcessGroup | None = None) -> list
 
 
 def gather_on_first_rank(item: Object, group: dist.ProcessGroup | None = None) -> list[Object]:
-    """As `gather_objects` on the first rank of `group`; an empty list on the others."""
+    """What `gather_objects` returns, on the first rank of `group`; an empty list on the others."""
     size = dist.get_world_size(group)
     if size == 1:
         return [item]
@@ -269,7 +269,7 @@ def exchange_objects(
 
 
 def broadcast_object(item: Object, group: dist.ProcessGroup | None = None) -> Object:
-    """The `item` of the first rank of `group`, on all of them; None: of rank 0. Pickled."""
+    """The pickled `item` of the first rank of `group` (None: all ranks), on all of them."""
     items: list[Any] = [item]
     if dist.get_world_size(group) > 1:
         dist.broadcast_object_list(items, group=object_group(group), group_src=0)

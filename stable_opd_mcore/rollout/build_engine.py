@@ -114,7 +114,7 @@ def embedded_engine(
 def training_sampling(
     config: Config, stop_token_ids: Sequence[int], *, scored: bool = False
 ) -> Sampling:
-    """The sampling settings of a training step's rollouts; `scored`: by a served teacher."""
+    """The sampling settings of a training step's rollouts; `scored`: a served teacher scores."""
     return Sampling(
         temperature=config.sampling.temperature,
         top_p=config.sampling.top_p,

@@ -48,7 +48,7 @@ class RolloutEngine:
         that are sampled ahead, the nearest first, and then `generate` for its own.
 
         Args:
-            weight_version: of the weights that `step` will update.
+            weight_version: version of the weights that `step` will update.
         """
 
     def drop_ahead(self) -> None:

@@ -24,7 +24,7 @@ from stable_opd_mcore.serving.teacher import Wanted
 
 @dataclass(eq=False)
 class ServedScorer(Scorer):
-    """A `Scorer` over scores that are there; UserError for a list longer than the vocabulary."""
+    """A `Scorer` over scores that have come; UserError for a list longer than the vocabulary."""
 
     is_last_stage: bool  # others have no scores
     _: KW_ONLY

@@ -52,7 +52,7 @@ def listen(urls: Sequence[str]) -> socket.socket:
 
 
 def prepare_nccl(config: Config) -> None:
-    """Before the first process group: give NCCL SGLang's settings where the user set none."""
+    """Give NCCL SGLang's settings where the user set none, before the first process group."""
     if config.rollout.has_servers and config.rollout.sglang.transport == "distributed":
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)

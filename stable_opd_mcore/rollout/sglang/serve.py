@@ -33,7 +33,7 @@ _END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(config: Config, *, teacher: bool, say: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM: with `teacher` teacher.path instead of the student."""
+    """Serve the student, or with `teacher` the model in teacher.path, until SIGINT or SIGTERM."""
     sglang = config.rollout.sglang
     if sglang.placement == "external":
         raise ConfigError(

@@ -40,7 +40,7 @@ def write_actions(sinks: Sinks, step: int, actions: Sequence[Action], now: LossW
     """An event in metrics.jsonl and a line of the log for each action after `step`.
 
     Args:
-        now: what the next step uses: the config's where the guard's are smaller.
+        now: the next step's weights: the guard's, or the config's where they are larger.
     """
     for action in actions:
         details = dict(action.details)

@@ -142,7 +142,7 @@ def write_outcome(run_directory: Path, name: str, step: int | None) -> None:
     """Rank 0 writes the file `name`, REQUEUE or DONE; no rank returns before it exists.
 
     Args:
-        step: of the last checkpoint, which must be complete; None for an evaluation.
+        step: the last checkpoint's, which must be complete; None for an evaluation.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:

@@ -28,7 +28,7 @@ class Watchdog:
 
     Args:
         minutes: longest time between two calls of `step_done`; None never fires.
-        directory: of the stack files rank_00003.txt; replaces those of an earlier attempt.
+        directory: holds the stack files rank_00003.txt; an earlier attempt's are replaced.
     """
 
     def __init__(self, minutes: float | None, directory: Path, rank: int):

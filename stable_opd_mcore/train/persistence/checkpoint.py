@@ -87,7 +87,7 @@ class CheckpointSaver:
         self._save_tokenizer = save_tokenizer
 
     def save(self, state: TrainState) -> Path:
-        """Write the checkpoint of `state`, delete those that are needed no more, and return its
+        """Write the checkpoint of `state`, delete those no longer needed, and return its
         directory. Collective.
 
         Raises:

@@ -23,7 +23,7 @@ def sharded_state(optimizer: Any, weights: dict[str, Any], *, loading: bool) -> 
     """The optimizer's state on this rank, as `dist_checkpointing` saves it or loads into it.
 
     Args:
-        optimizer: as `get_megatron_optimizer` gives it: one, or a second for the experts.
+        optimizer: what `get_megatron_optimizer` returns: one, or a second for the experts.
         weights: the sharded weights, as `weights_of` gives them.
         loading: allocate what is not there yet.
     """

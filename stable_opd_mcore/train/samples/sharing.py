@@ -76,8 +76,8 @@ def share_out(
     its own: of those that are scored, and of all together.
 
     Args:
-        samples: of this rank.
-        facts: of all samples.
+        samples: this rank's.
+        facts: those of all samples.
         weights_of: the token weights of a whole minibatch, from its facts.
     """
     trainer_B = np.empty(len(facts), np.int64)  # the batch rank that trains on the sample
