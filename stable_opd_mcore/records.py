@@ -237,7 +237,7 @@ class SampleFacts:
 
     @property
     def scored_B(self) -> NDArray[np.bool_]:
-        """As Sample.is_scored."""
+        """See `Sample.is_scored`."""
         return ~self.golden_B | self.off_policy_B
 
     def select(self, index_B: NDArray[Any] | slice) -> SampleFacts:

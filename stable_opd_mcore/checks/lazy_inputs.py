@@ -47,7 +47,7 @@ class Place:
 
 
 class once(Generic[T]):
-    """As functools.cached_property, and a UserError is kept too and raised again."""
+    """Like functools.cached_property, but a UserError is kept too and raised again."""
 
     def __init__(self, read: Callable[[Any], T]):
         self._read = read

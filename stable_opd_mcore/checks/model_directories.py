@@ -18,7 +18,7 @@ def student_settings(inputs: RunInputs) -> Iterator[Finding]:
 
 
 def teacher_settings(inputs: RunInputs) -> Iterator[Finding]:
-    """As `student_settings`."""
+    """See `student_settings`."""
     if inputs.teacher_architecture is not None:
         yield from _unread_settings("teacher", inputs.teacher_architecture)
 

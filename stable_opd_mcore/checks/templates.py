@@ -61,7 +61,7 @@ def opened_thoughts(pair: Pair) -> Iterator[Finding]:
 
 
 def different_endings(pair: Pair) -> Iterator[Finding]:
-    """With teacher.prompt: what stands between the user's message and the response."""
+    """What stands between the user's message and the response, with teacher.prompt."""
     if not pair.has_own_prompt or any(opened_thoughts(pair)):
         return
     prompts = (m.tokenizer.render_prompt(EXAMPLE) for m in pair.models)

@@ -80,7 +80,7 @@ class AdvantageConfig(Section):
     """`grpo_opd`: weight of the teacher's log-ratio next to the advantage from rewards."""
 
     def resolved(self, is_stale: bool) -> AdvantageConfig:
-        """With the policy that `null` stands for."""
+        """A copy with the policy that `null` stands for."""
         default = "present" if is_stale else "rollout"
         return self.model_copy(update={"policy": self.policy or default})
 

@@ -110,7 +110,7 @@ class Fp8:
 
     @property
     def setting(self) -> str:
-        """For messages."""
+        """The setting as messages name it."""
         return f"fp8.{self.role}={self.recipe}"
 
 

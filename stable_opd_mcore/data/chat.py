@@ -65,7 +65,7 @@ class Tokenizer:
         stop_token_ids: Sequence[int] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Tokenizer:
-        """From a directory with tokenizer.json, or the built-in "synthetic" one.
+        """Load a directory with tokenizer.json, or the built-in "synthetic" one.
 
         Args:
             stop_token_ids: replaces the ids found in the directory (see `resolve_stop_ids`).

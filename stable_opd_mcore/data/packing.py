@@ -77,9 +77,9 @@ def pack(
     Args:
         samples: those that this rank trains on; those of weight zero too, for the metrics.
         max_tokens: limit of T; a longer sequence is a micro-batch of its own.
-        agree: from the numbers of micro-batches that this rank needs, for scored samples and for
-            the others, to the numbers that every rank makes.
-        attention_length: for `costs`, by which micro-batches are balanced.
+        agree: turns the numbers of micro-batches that this rank needs, for scored samples and for
+            the others, into the numbers that every rank makes.
+        attention_length: the one of `costs`, which balances micro-batches.
         pad_to_multiple: T is a multiple of this (World.token_multiple).
         sequence_multiple: every sequence is a multiple of this (World.sequence_multiple).
         microbatch_multiple: both numbers of micro-batches are multiples of this.

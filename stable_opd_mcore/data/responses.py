@@ -1,4 +1,4 @@
-"""From graded responses to numbers: accuracy, truncation, repetition, lengths (docs/method.md §5).
+"""Turn graded responses into numbers: accuracy, truncation, repetition, length (docs/method.md §5).
 
 `measure` reads one response, `ResponseTotals` adds measured responses up and holds none of them.
 """

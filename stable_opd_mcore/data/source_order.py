@@ -71,8 +71,8 @@ class SourceOrder:
             self._slots[source].append(slot)
 
     def _step_of(self, source: int, place: int) -> tuple[int, int]:
-        """For the step that has slot number `place` of a source: its first slot of that source,
-        and the first of the next step.
+        """The first slot of a source in the step that has its slot number `place`, and the first in
+        the next step.
         """
         slots = self._slots[source]
         while len(slots) <= place:

@@ -31,7 +31,7 @@ _LARGEST_BYTES = {  # the largest published tokenizers have 35 MiB
 
 
 def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
-    """From a directory with tokenizer.json, or the built-in "synthetic" one.
+    """Load a directory with tokenizer.json, or the built-in "synthetic" one.
 
     Args:
         needs_eos: whether its EOS says where responses stop.

@@ -67,7 +67,7 @@ class Grader:
     Verdicts depend on time limits. Ranks that need equal verdicts must take those of one rank.
 
     Args:
-        timeout_seconds: for one response, which then counts as wrong.
+        timeout_seconds: limit for one response, which then counts as wrong.
         rewards: functions that judge rollouts in place of their gold answers, by the source of the
             prompt; "" for all others. None: the gold answer counts.
     """

@@ -1,4 +1,4 @@
-"""From hidden states and output heads to a loss and its gradients, never holding [N, V].
+"""Turn hidden states and output heads into a loss and its gradients, never holding [N, V].
 
 The N scored rows go through in blocks. One GEMM per model gives the logits of a block; leaves.py
 turns them into the loss of its rows and the gradient by the student's logits, written over them;

@@ -306,7 +306,7 @@ def _support(
     merged: MergedStops | None,
     scale: float,
 ) -> Support:
-    """From the divided logits at the ids; the merged outcome gets its exact logit."""
+    """The support from the divided logits at its ids; the merged outcome gets its exact logit."""
     if merged is not None:
         at_support = merged.exact(ids_CK, at_support, scale)
     teacher_CK = at_support.teacher

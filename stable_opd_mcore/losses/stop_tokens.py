@@ -135,7 +135,7 @@ class MergedStops:
         Args:
             at_outcome_C1: added to the outcome's gradient, before the temperature's factor.
             at_ids_CJ: added to the ids' columns, after the temperature's factor.
-            terms: with the other model's logits of the outcome, [C, 1].
+            terms: contain the other model's logits of the outcome, [C, 1].
         """
         outcome_C1 = self.logits.student.clone()
         first_C1 = torch.zeros_like(at_outcome_C1, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""From the sums of vocabulary shards to normalisers, entropies and divergences of whole rows.
+"""Turn sums of vocabulary shards into normalisers, entropies and divergences of whole rows.
 
 Chooses the form of the passes by device (`operations`: torch_ops.py on a CPU, triton_ops.py on
 CUDA). Each shard's sums are relative to its own maximum, so merging shards and avoiding overflow

@@ -92,7 +92,7 @@ class GatheredKeys:
     def of(
         cls, cu_seqlens: Tensor, queries: Buckets, positions_T: Tensor, group: dist.ProcessGroup
     ) -> GatheredKeys:
-        """From the rectangles of this rank's slices, and their tokens' positions."""
+        """Build it from the rectangles of this rank's slices, and their tokens' positions."""
         ranks = range(group.size())
         order = torch.cat([token_indices(cu_seqlens, rank, group.size()) for rank in ranks])
         gathered_T = torch.empty_like(order)

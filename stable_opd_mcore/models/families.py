@@ -334,7 +334,7 @@ def _number(origin: str, fields: Mapping[str, Any], key: str, default: float) ->
 
 
 def _rotary(origin: str, fields: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:
-    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise UserError(f"{origin}: rope_parameters={given!r} should be an object")

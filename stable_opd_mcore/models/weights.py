@@ -187,13 +187,13 @@ def weights_hash(chunks: Sequence[Module]) -> str:
 def _expert_ranks(
     local: list[tuple[str, ...]], group: dist.ProcessGroup
 ) -> dict[tuple[str, ...], int]:
-    """For every parameter of a stage, an expert rank that holds it: the only one of an expert's."""
+    """An expert rank that holds each parameter of a stage; only one holds an expert's."""
     held = gather_objects(local, group)
     return {names: rank for rank, names_held in enumerate(held) for names in names_held}
 
 
 def _owners(local: list[tuple[str, ...]], group: dist.ProcessGroup) -> dict[tuple[str, ...], int]:
-    """For every parameter, the first pipeline rank that holds it."""
+    """The first pipeline rank that holds each parameter."""
     held = list(enumerate(gather_objects(local, group)))
     return {names: rank for rank, names_held in reversed(held) for names in names_held}
 

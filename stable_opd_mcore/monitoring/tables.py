@@ -155,7 +155,7 @@ def benchmark_table(runs: Sequence[WrittenRun]) -> Table | None:
 
 
 def _benchmark_means(runs: Sequence[WrittenRun]) -> list[tuple[str, dict[str, dict[str, float]]]]:
-    """For each model's name that several runs of one label have evaluated: means by benchmark."""
+    """Means by benchmark of each model's name that several runs of one label have evaluated."""
     arms: dict[tuple[str, str], list[dict[str, dict[str, float]]]] = {}
     for written in runs:
         for model, found in written.results.items():

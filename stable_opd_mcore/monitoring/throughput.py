@@ -26,7 +26,7 @@ class PhaseTimer:
 
     Args:
         on_phase: gets the name of each phase that begins.
-        idle: by metric, the clocks of servers; they measure the same time as this timer.
+        idle: metric -> a clock of the servers; they measure the same time as this timer.
     """
 
     def __init__(

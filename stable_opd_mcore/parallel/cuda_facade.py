@@ -24,7 +24,7 @@ def _no_context(*args: Any, **kwargs: Any) -> nullcontext:
 
 
 class Stream:
-    """In place of torch.cuda.Stream and torch.cuda.Event: calls return when their work is done."""
+    """Replaces torch.cuda.Stream and torch.cuda.Event: calls return when their work is done."""
 
     cuda_stream = 0
 

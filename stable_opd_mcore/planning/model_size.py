@@ -146,7 +146,7 @@ class ModelSize:
         return 0.0 if experts is None else experts.per_token / self.norm_ranks
 
     def saved_outside_layers(self, last: bool) -> float:
-        """As saved_bytes: the stage's ids and rotary angles, and the last stage's final norm."""
+        """Saved by the rest of a stage: ids and rotary angles, and the last stage's final norm."""
         inputs = 9 + self.element * self.architecture.head_dim
         return inputs + self.final_norm_bytes() if last else inputs
 

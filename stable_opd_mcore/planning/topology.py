@@ -250,7 +250,7 @@ def smallest_tensor(
 
 
 def ranks_of_servers(num_servers: int, data_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """For every server the data-parallel ranks whose prompts it answers.
+    """The data-parallel ranks whose prompts each server answers.
 
     Servers and ranks are divided into as many groups as divide both numbers. Within a group every
     rank samples from every server, so that servers have equal loads at any two numbers.

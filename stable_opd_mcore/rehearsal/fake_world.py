@@ -74,7 +74,7 @@ def fake_world(parallel: ParallelConfig, gpus: int, rank: int = 0) -> Iterator[W
 
 
 def _convert(model: HiddenStatesGPTModel, target: Any) -> HiddenStatesGPTModel:
-    """In place of Module.to, which cannot exchange fake parameters. A device changes nothing."""
+    """Replaces Module.to, which cannot exchange fake parameters. A device changes nothing."""
     if not isinstance(target, torch.dtype):
         return model
     for module in model.modules():
@@ -103,7 +103,7 @@ def _equal_shares(tokens: int, experts: int, topk: int) -> Tensor:
 def _expert_ranks(
     local: Sequence[tuple[str, ...]], group: dist.ProcessGroup
 ) -> dict[tuple[str, ...], int]:
-    """In place of `models.weights._expert_ranks`: every rank holds as many experts, in order."""
+    """Replaces `models.weights._expert_ranks`: every rank holds as many experts, in order."""
     numbers = {int(found[1]) for names in local if (found := _EXPERT.search(names[0]))}
     ranks: dict[tuple[str, ...], int] = {}
     for rank in range(group.size()):
@@ -147,7 +147,7 @@ class _PipelineMessages:
         self._gradients: Iterator[int] = iter(())
 
     def schedule(self) -> Callable[..., Any]:
-        """In place of Megatron's `get_forward_backward_func`: notes the micro-batches' lengths."""
+        """Replaces Megatron's `get_forward_backward_func`: notes the micro-batches' lengths."""
         run = get_forward_backward_func()
 
         def noting(*, data_iterator: list[Iterator[Any]], **options: Any) -> Any:
@@ -169,7 +169,7 @@ class _PipelineMessages:
     def shapes(
         self, communicator: Any, _next: Any, _previous: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        """In place of P2PCommunicator's exchange: [tokens, 1, hidden] from either side."""
+        """Replaces P2PCommunicator's exchange: [tokens, 1, hidden] from either side."""
         config = communicator.config
         cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
 

@@ -100,7 +100,7 @@ class _Inputs:
         return self.config.rollout.prompts_per_step
 
     def select(self, indices: Sequence[int]) -> list[Prompt]:
-        """As PromptSet.select."""
+        """See `PromptSet.select`."""
         response = self.response()
         teacher = self.config.teacher
         has_own = teacher is not None and teacher.prompt is not None

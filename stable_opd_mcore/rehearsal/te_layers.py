@@ -68,7 +68,7 @@ def compare_layers(config: Config, gpus: int, ranks: Sequence[int]) -> str:
 
 
 def answer() -> None:
-    """In the process of its own: read config and ranks, write roles and differences as JSON."""
+    """The separate process: read config and ranks, write roles and differences as JSON."""
     config, gpus, ranks = pickle.load(sys.stdin.buffer)
     differences: list[str] = []
     for rank in ranks:

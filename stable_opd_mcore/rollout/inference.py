@@ -78,7 +78,7 @@ def run_layers(chunk: HiddenStatesGPTModel, hidden_TBH: Tensor, cache: KVCache) 
 
 
 def _heads(attention: SelfAttention, hidden_TBH: Tensor) -> tuple[Tensor, Tensor]:
-    """As KVCache takes them: queries and keys [T, B, G, R+1, D], and values [T, B, G, D]."""
+    """Queries and keys [T, B, G, R+1, D], and values [T, B, G, D], as KVCache takes them."""
     G, D = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
     groups_in_all: Any = attention.config.num_query_groups
     if attention.config.qk_layernorm or groups_in_all < attention.world_size:

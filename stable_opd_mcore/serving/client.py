@@ -60,8 +60,8 @@ class SglangClient:
         http_process.py says what a callback of the future may do.
 
         Args:
-            timeout_seconds: for the whole exchange; None: timeouts.REQUEST.
-            delay_seconds: to wait before the request is sent, see `pause_seconds`.
+            timeout_seconds: limit for the whole exchange; None: timeouts.REQUEST.
+            delay_seconds: wait before the request is sent, see `pause_seconds`.
 
         Raises (the future):
             ServerFailure: unreachable, too late, 5xx, 408 or 429, too long, or a reply that cannot

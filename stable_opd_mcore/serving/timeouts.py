@@ -1,4 +1,4 @@
-"""For how long a server may take, in seconds.
+"""How long a server may take, in seconds.
 
 A limit is for a whole request, unless a line says otherwise.
 """

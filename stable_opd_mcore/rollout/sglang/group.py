@@ -132,7 +132,7 @@ class DistributedTransport(Transport):
     NCCL between GPUs, gloo between CPUs. The group is kept while the targets stay the same.
 
     Args:
-        timeout_seconds: for the group to form, and for each bucket.
+        timeout_seconds: limit for the group to form, and for each bucket.
     """
 
     def __init__(self, timeout_seconds: float, backend: str) -> None:
