@@ -63,7 +63,7 @@ class Trio:
     name: str
     config: Config
     models: dict[Fp8Role, ModelConfig]
-    noise: float  # of the student's weights, as a share of each tensor's standard deviation
+    noise: float  # noise of the student's weights, a share of each tensor's standard deviation
 
 
 @dataclass(frozen=True)

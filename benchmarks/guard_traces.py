@@ -53,7 +53,7 @@ class Replay:
 
     wave: str
     arm: str
-    seed: str  # as in the file
+    seed: str  # the file's text
     first_warning: int | None
     first_measure: int | None
     stopped: int | None

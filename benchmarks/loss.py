@@ -1,7 +1,7 @@
 """Time and peak memory of the loss, forward and backward: ours, plain torch, Liger's fused-linear
 JSD.
 
-    python -m benchmarks.loss    # on a CPU one point, on CUDA the sweep over T with both heads
+    python -m benchmarks.loss    # one point on a CPU; on CUDA the sweep over T with both heads
     python -m benchmarks.loss --tokens 8192 --hidden 3584 --vocab 152064 --dtype bf16
     python -m benchmarks.loss --json loss.json
 

@@ -35,7 +35,7 @@ from stable_opd_mcore.host.atomic_files import write_atomically
 
 LIMIT = 16384  # tokens of the longest response
 PROMPT_TOKENS = 256
-CHARACTERS_PER_TOKEN = 2.92  # of the stored answers, by their tokenizer
+CHARACTERS_PER_TOKEN = 2.92  # measured on the stored answers, with their tokenizer
 # Log-normals (mu, sigma) of tokens. "short" and "long" have the mean and the truncation rate of the
 # lower quartile and of the median of 6,510 published steps: 1,564 tokens with 2.3 % truncated, and
 # 6,503 with 13.3 %. "base" is fitted to 310 answers of Qwen2.5-Math-7B, loops included; their limit
@@ -50,11 +50,11 @@ class Hardware:
 
     servers: int = 8
     slots: int = 128  # running responses of one server: 53 GB of cache, 57 kB a token
-    # of a decoding step: weights once (15.2 GB over 2,680 GB/s) and 2 ms of overhead
+    # one decoding step: weights once (15.2 GB over 2,680 GB/s) and 2 ms of overhead
     step_seconds: float = 0.0077
-    response_seconds: float = 26e-6  # of a decoding step for each response: products
+    response_seconds: float = 26e-6  # each response's share of a decoding step: products
     context_seconds: float = 21e-9  # and for each token of its context: the cache
-    prefill_seconds: float = 26e-6  # for each token
+    prefill_seconds: float = 26e-6  # each token
     publish_seconds: float = 0.9
 
 
@@ -103,7 +103,7 @@ class Response:
     number: int
     length: int = field(compare=False)
     drawn: float = field(default=0.0, compare=False)  # tokens so far
-    version: int = field(default=-1, compare=False)  # of the servers at its first token
+    version: int = field(default=-1, compare=False)  # the servers' at its first token
     interrupted: bool = field(default=False, compare=False)
 
 

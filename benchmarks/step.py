@@ -40,8 +40,8 @@ CASES = ("even", "tailed")
 VOCABULARY, PROMPTS, PROMPT_TOKENS = 2048, 32, 16
 STUDENT = {"hidden_size": 256, "num_hidden_layers": 4, "heads": 4, "intermediate_size": 768}
 TEACHER = {"hidden_size": 384, "num_hidden_layers": 6, "heads": 6, "intermediate_size": 1152}
-MEDIAN_LENGTH, LOG_SPREAD, LONGEST = 115, 0.8, 512  # of "tailed": mean 151
-MICRO_BATCH_TOKENS = 1152  # as many as TRL's micro-batch of 8 responses of 16 + 128
+MEDIAN_LENGTH, LOG_SPREAD, LONGEST = 115, 0.8, 512  # case "tailed": mean 151
+MICRO_BATCH_TOKENS = 1152  # TRL's micro-batch: 8 responses of 16 + 128
 
 
 def lengths_of(case: str) -> tuple[tuple[int, ...], int]:

@@ -33,7 +33,7 @@ from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.step import train_step
 
-SHARE_OF_MEMORY = 0.85  # of the GPU, that a shape may take by the plan
+SHARE_OF_MEMORY = 0.85  # most of the GPU that a shape may take by the plan
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Shape:
 class Measured:
     """The last of the steps."""
 
-    seconds: dict[str, float]  # of the phases "score" and "update"
+    seconds: dict[str, float]  # phases "score" and "update"
     peak_gib: float  # allocated on the GPU; on a CPU resident, above the libraries
     planned: MemoryPlan
 
@@ -190,7 +190,7 @@ class Flops:
 
     score: float  # forward passes of teacher and reference, and the teacher's head
     update: float  # forward and backward of the student and its head, and the reference's head
-    student: float  # of `update` the student's own: what MFU counts
+    student: float  # the student's own part of `update`: what MFU counts
 
 
 def flops_of(shape: Shape, config: Config) -> Flops:

@@ -27,7 +27,7 @@ LOGIT_ROWS = 128
 class StepRecord:
     """What one step computed, on the CPU, in fp32, tensors by their Hugging Face names."""
 
-    logits_NV: Tensor  # of the first LOGIT_ROWS scored rows, before the step
+    logits_NV: Tensor  # the first LOGIT_ROWS scored rows, before the step
     gradients: dict[str, Tensor]
     update: dict[str, Tensor]  # weights after the step minus weights before it
     metrics: dict[str, float]

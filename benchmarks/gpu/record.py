@@ -24,7 +24,7 @@ class Entry:
     kind: Kind
     name: str
     value: float | str | None = None  # None: nothing was measured
-    unit: str = ""  # of the value, and of the limit
+    unit: str = ""  # the value's and the limit's
     limit: float | None = None  # the largest value with which a check passes
     note: str = ""  # why it was skipped, or how it was measured
 

@@ -23,7 +23,7 @@ import psutil
 from benchmarks.gpu.record import SKIPPED, Entry, read_entries
 from stable_opd_mcore.serving import timeouts
 
-BUDGET_SECONDS = 600  # of all parts on a GPU
+BUDGET_SECONDS = 600  # all parts on a GPU
 CPU_PATIENCE = 4  # times a part's limit on a CPU, whose times mean nothing
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ Status = Literal["ok", "failed", "skipped", "out of time"]
 
 @dataclass(frozen=True)
 class Part:
-    name: str  # of the module in parts/
+    name: str  # the module in parts/
     limit_seconds: float
     title: str
     start_seconds: float = 0.0  # more, in which its SGLang servers compile kernels

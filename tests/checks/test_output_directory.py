@@ -57,7 +57,7 @@ def test_changed_files_of_data_teacher_and_reference_are_refused_unless_accepted
     trained(tmp_path, **sections)
     assert (
         list(output_directory.other_settings(inputs_of(tmp_path, **sections))) == []
-    )  # as before 0.2
+    )  # the form before 0.2
     write_inputs(inputs_of(tmp_path, **sections).config)
     for path in (rows, weights):
         os.utime(path, (1, 1))

@@ -68,7 +68,7 @@ def test_a_setting_that_does_not_fit_is_found(case, tmp_path):
         {"rollout": {"max_staleness": 1, "partial": True}},
         {"student": long_student(rope_theta=40000.0), "sampling": LONG},
         {"student": long_student(), "sampling": {"max_new_tokens": 2048}},
-        {"sampling": {"top_p": 0.9}, "objective": {"name": "lsm"}},  # as in its paper
+        {"sampling": {"top_p": 0.9}, "objective": {"name": "lsm"}},  # its paper's setting
     ],
 )
 def test_settings_that_fit_give_no_finding(sections, tmp_path):

@@ -62,7 +62,7 @@ def test_the_demo_end_to_end_and_again_from_a_copied_directory(tmp_path: Path, m
     first.rename(copy)
     kept = copy / "seed0/collapse/opd/model/config.json"
     written = kept.stat().st_mtime_ns
-    shutil.rmtree(copy / "seed0/collapse/opd_stop_class/model")  # as if interrupted
+    shutil.rmtree(copy / "seed0/collapse/opd_stop_class/model")  # plays an interruption
     runner.run_demo(copy, 1)
     assert kept.stat().st_mtime_ns == written
     assert json.loads((copy / "summary.json").read_text()) == summary

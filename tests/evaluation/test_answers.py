@@ -18,7 +18,7 @@ SMALL_NUMBERS = [  # (gold, boxed answers that are right, boxed answers that are
     ("x = 6e-20", ["6e-20", "x = 6e-20"], ["3e-20", "x = 3e-20"]),
     (r"x = -5,\ p = \frac{14}{3}", [r"-5, \frac{14}{3}"], [r"-5, \frac{13}{3}"]),
     ("x^2/4 + y^2/3 = 1", ["x^2/16 + y^2/12 = 1/4"], []),
-    (r"\frac{1}{300}", ["0.003333"], ["0.00333"]),  # to six decimals, as before
+    (r"\frac{1}{300}", ["0.003333"], ["0.00333"]),  # six decimals, as before
     ("0.0005", [r"0.05\%"], []),
 ]
 NUMBERS = [
@@ -102,7 +102,7 @@ def test_forms_of_the_box(response, expected):
 
 @pytest.mark.parametrize(
     ("response", "last"),
-    [  # as long as a looping response: seconds if the time were quadratic
+    [  # a looping response's length: seconds if the time were quadratic
         (r"\boxed{" * 20_000, ""),
         (r"\boxed{a" + " " * 10**5 + "b}", "a" + " " * 10**5 + "b"),
         (r"{\boxed{1}" * 20_000, "1"),

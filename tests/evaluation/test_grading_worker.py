@@ -29,7 +29,7 @@ ENDLESS = r"\boxed{9^{9^{9^{9}}}+1}"
         (r"\boxed{3}", "", False),
         ("1/3 of $9\n#### 3", "3", True),
         ("1/3 of $9\n#### 3", "1/3", False),
-        ("#### Result\n\\boxed{3}\n#### as shown", "3", True),  # a heading is no answer
+        ("#### Result\n\\boxed{3}\n#### as shown", "3", True),  # a heading is not an answer
         (r"\boxed{1450}", "x=2 so x*725 = $3\n#### 1,450", True),
         (r"\boxed{4.5 \times 10^{33}}", "4.5e33", True),  # scientific notation, not Euler's e
         (r"\boxed{10^{-8} \text{ Farads}}", "1e-8", True),

@@ -57,7 +57,7 @@ class Run:
             "GPU": "cpu",
             "MIN_FREE_GIB": "0.1",
             "PREFLIGHT": "off",
-            "CHECK": "off",  # as `train` checks anyway; some tests switch both on
+            "CHECK": "off",  # `train` checks anyway; some tests switch both on
             "OMP_NUM_THREADS": "1",
         }
         return self.cluster.submit(

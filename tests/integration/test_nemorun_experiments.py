@@ -186,8 +186,8 @@ def test_dry_run_prints_the_batch_script_of_each_job(launcher):
     assert "slurm/sft.sh configs/sft_1p5b.yaml" in shown.stdout
     assert "slurm/stable_opd_1p5b.sh configs/stable_opd_1p5b.yaml" in shown.stdout
     lines = re.findall(r"#SBATCH --(\S+)", shown.stdout)
-    assert lines.count("nodes=2") == lines.count("time=00:20:00") == 3  # from the command line
-    assert lines.count("signal=B:USR1@600") == 2  # from the scripts
+    assert lines.count("nodes=2") == lines.count("time=00:20:00") == 3  # the command line's
+    assert lines.count("signal=B:USR1@600") == 2  # the scripts'
     assert lines.count("signal=B:USR1@120") == 1
     assert lines.count("mem=0") == 3
 

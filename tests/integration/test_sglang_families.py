@@ -159,7 +159,7 @@ def _check_logprobs(
     replaying = partial(Routers(chunks).applying, trains=False, counts=False)
     for around in (lambda _: nullcontext(), replaying):
         scorer = MegatronScorer(chunks, world, vocab_size=VOCABULARY, around=around)
-        for scores in scorer.score([batch]):  # on the last stage
+        for scores in scorer.score([batch]):  # last stage only
             assert scores.logprob_N is not None
             gap_N = (scores.logprob_N - batch.rollout_logprob_N).abs()
             with report.open("a") as file:

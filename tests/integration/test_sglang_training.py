@@ -159,7 +159,7 @@ def test_metrics_of_rollouts_that_lag_and_outlive_updates(tmp_path, pair):
         ("rollout.max_staleness=2", "rollout.partial=true"),
         "sampling.max_new_tokens=200",
     )
-    without_stops = pair.overrides[:-1]  # with only one stop id responses are twice as long
+    without_stops = pair.overrides[:-1]  # responses are twice as long with only one stop id
     run = train(tmp_path, "lagging", "train.steps=8", *ahead, longer, *without_stops)
     found = rows(run)
     for number, row in enumerate(found):
@@ -325,7 +325,7 @@ def test_the_key_is_required_from_other_machines(pair):
     headers = {"Authorization": f"Bearer {pair.key}"}
     assert httpx.get(reached, headers=headers, timeout=60).status_code == 200
     written = [file for file in _files(pair.directory) if pair.key in file.read_text()]
-    assert written == [pair.key_file]  # in no log
+    assert written == [pair.key_file]  # not in a log
     assert stat.S_IMODE(pair.key_file.stat().st_mode) == 0o600
 
 

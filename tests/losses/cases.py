@@ -195,7 +195,7 @@ def run_fused(
     fp = torch.float64 if dtype == torch.float64 else torch.float32
     batch = cast_batch(case.batch, fp, dtype, device)
     out = objective(hidden, heads[0], batch, teacher_head=heads[1], reference_head=heads[2])
-    require_finite_scores(batch, out)  # as the step does
+    require_finite_scores(batch, out)  # the step does it too
     out.loss.backward()
     return Result.of(out, hidden.grad, heads[0].weight_VH.grad)
 

@@ -37,7 +37,7 @@ OPTIONS = {
         "TILE": triton_ops.TILE_COLUMNS,
     },
 }
-REGISTERS = 65536  # of one multiprocessor
+REGISTERS = 65536  # one multiprocessor's
 LOGITS = ("z_ptr", "o_ptr", "first_ptr", "second_ptr")
 
 

@@ -1,6 +1,6 @@
 """Run a function on several gloo ranks, each a process of its own, from inside a test.
 
-    def check(rank, world_size, path): ...      # at module level: children import it by name
+    def check(rank, world_size, path): ...      # module level: children import it by name
     run_ranks(2, check, tmp_path)
 
 The processes are forked from one that has imported the package and what tests import, because that

@@ -21,7 +21,7 @@ def _train_twice(rank: int, world_size: int, directory: Path) -> None:
     for name in ("first", "second"):
         settings = {"steps": 2, "deterministic": name == "first"}
         train(tiny_config(directory, name, train=settings), show_progress=False)
-        assert torch.are_deterministic_algorithms_enabled()  # from the first run on
+        assert torch.are_deterministic_algorithms_enabled()  # already in the first run
     assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
     world = start_world(ParallelConfig(), seed=0)
     architecture = read_architecture(tiny_architecture(32, 4))

@@ -66,7 +66,7 @@ def test_the_next_hold_takes_a_lent_device_back_first():
     memory.lend(lambda: events.append(memory.num_bytes()["student"]), keep=("student",))
     assert (memory.is_lent, memory.num_bytes()) == (True, {"student": 16})
     memory.keep_only()
-    memory.bring("student")  # as to send the weights again: still lent
+    memory.bring("student")  # the weights are sent again: still lent
     memory.keep_only()
     with pytest.raises(AssertionError, match="already lent"):
         memory.lend(lambda: None)

@@ -210,7 +210,7 @@ def _check_collectives(world: World) -> None:
         return
     groups = (dist.group.WORLD, world.model_group, world.data_group)
     expected = [gather_objects(world.rank, group) for group in groups]
-    add_host_groups(groups)  # as on a GPU: objects travel in groups of their own
+    add_host_groups(groups)  # a GPU needs them: objects travel in groups of their own
     assert [gather_objects(world.rank, group) for group in groups] == expected
     assert [broadcast_object(world.rank, group) for group in groups] == [e[0] for e in expected]
     for group, ranks in zip(groups, expected, strict=True):

@@ -117,7 +117,7 @@ def test_a_publish_gathers_the_embedding_and_its_buckets_hold_it(tmp_path, monke
     assert held()[name] == 2 * embedding  # shards, and joined
     one_rank = ("parallel.tensor=1", "parallel.sequence=false")
     assert name not in held(*one_rank)
-    assert held(*one_rank, "parallel.pipeline=2")[name] == embedding  # of another stage
+    assert held(*one_rank, "parallel.pipeline=2")[name] == embedding  # another stage's
     monkeypatch.setattr(memory, "WEIGHT_BUCKET_BYTES", 2**31)
     assert held()["weight sync buckets"] == 2 * 2**31
 

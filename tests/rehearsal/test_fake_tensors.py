@@ -33,7 +33,7 @@ def test_whole_numbers_are_real_and_fractions_read_as_one():
 
 
 def test_megatrons_scale_of_auxiliary_losses_stays_this_process_own():
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(()))  # of any shape that it has
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(()))  # any shape will do
     kept = MoEAuxLossAutoScaler.main_loss_backward_scale
     with fake_tensors():
         for _ in range(2):

@@ -123,7 +123,7 @@ def test_whole_responses_are_handed_out_only_to_their_step(tiny_path, world):
     engine.prefetch(prompts, sampling, step=4, weight_version=1)
     evaluated = replace(sampling, num_samples=1)
     now = fresh.generate(prompts, evaluated, step=4)
-    assert engine.generate(prompts, evaluated, step=4) == now  # of the current weights
+    assert engine.generate(prompts, evaluated, step=4) == now  # the current weights'
     assert engine.generate(prompts, sampling, step=4) == expected
     assert engine.generate(prompts, sampling, step=4) == fresh.generate(prompts, sampling, step=4)
 

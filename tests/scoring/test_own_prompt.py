@@ -128,7 +128,7 @@ def test_scores_are_those_of_teacher_prompt_and_response(results, layout):
         rows = slice(len(prompt) - 1, -1)
         log_p_NV = output.logits[0, rows].log_softmax(1)
         top = log_p_NV.topk(TOP_K, dim=1)
-        targets = (response + 1) % tiny.VOCAB_SIZE  # as `asked` above: any may be asked for
+        targets = (response + 1) % tiny.VOCAB_SIZE  # see `asked` above: any may be asked for
         for token, target in enumerate(targets.tolist()):
             values = found[number, token]
             near = {"atol": 1e-5, "rtol": 0}

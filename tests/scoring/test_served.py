@@ -90,7 +90,7 @@ def test_two_scorers_read_one_reply(merged_ids):
             torch.testing.assert_close(read.topk_logprobs_NK, top.values, **near)
             ids_NK = read.topk_ids_NK
             assert ids_NK is not None
-            same = log_p.gather(1, ids_NK)  # of two entries that half precision rounds to one value
+            same = log_p.gather(1, ids_NK)  # half precision may round two entries to one value
             torch.testing.assert_close(same, top.values, **near)
 
 

@@ -90,7 +90,7 @@ def servers_environment(directory: Path, **versions: str) -> tuple[str, str]:
     installed = {
         "python": "3.12.3",
         "torch": "2.14.1",
-        "nvidia-nccl-*": "absent",  # as in the environment of the tests
+        "nvidia-nccl-*": "absent",  # the tests' environment lacks it
         "transformer-engine": "absent",
         "megatron-core": "absent",
         "sglang": "0.5.23",

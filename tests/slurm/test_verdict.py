@@ -78,7 +78,7 @@ def test_done_needs_the_outcome_of_the_run_and_code_0_of_every_rank(files, outco
 def test_a_marker_of_the_run_means_stopped(files):
     files.outcome.mkdir()
     (files.outcome / "REQUEUE").write_text('{"step": 6}')
-    files.exit(0, 143, 1)  # as a run that Slurm itself ends leaves it
+    files.exit(0, 143, 1)  # what a run that Slurm itself ends leaves
     judged = files.judge(stop="USR1")
     assert (judged.name, judged.action) == ("stopped", "requeue")
     assert judged.reason == 'stopped after a step, checkpoint {"step": 6}'

@@ -10,7 +10,7 @@ from typing import Any
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
 
-ALONE = {"teacher": None, "kl": {"beta": 0.0}, "mixture": {"lambda": 0.0}}  # for sft and grpo
+ALONE = {"teacher": None, "kl": {"beta": 0.0}, "mixture": {"lambda": 0.0}}  # sft and grpo need it
 VOLATILE = ("time/", "throughput/", "memory/")  # what may differ between two identical runs
 
 

@@ -82,7 +82,7 @@ def evaluate_in_all_forms(rank: int, world_size: int, home: Path) -> None:
     assert numbers["settings"]["chat_template_kwargs"] == {}
     assert (run / "DONE").read_text() == '{"step": 2}'
     assert (run / "evaluation" / "DONE").exists()
-    other = shutil.copytree(run, home / "run_other")  # as if of another seed
+    other = shutil.copytree(run, home / "run_other")  # plays another seed
     settings = yaml.safe_load((other / "config.resolved.yaml").read_text())
     settings["train"]["seed"] += 1
     (other / "config.resolved.yaml").write_text(yaml.safe_dump(settings))

@@ -101,6 +101,6 @@ def test_losses_gradients_and_loads_are_those_of_one_rank(runs, name, of_one_ran
 
 def test_loads_are_of_all_experts_and_only_of_a_student_that_has_them(runs):
     for row in metrics_of(runs / "one_rank"):
-        assert 1 < row["moe/load_max_over_mean"] <= 4  # of 8 experts, 2 are chosen
+        assert 1 < row["moe/load_max_over_mean"] <= 4  # 2 of 8 experts are chosen
         assert 0 <= row["moe/unused_experts"] <= 6
     assert not any(key.startswith("moe/") for key in metrics_of(runs / "dense_student")[0])

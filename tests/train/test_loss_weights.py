@@ -16,7 +16,7 @@ def config_of(*overrides):
 @pytest.mark.parametrize(
     ("measured", "expected"),
     [
-        (0.2, 0.1),  # on target
+        (0.2, 0.1),  # target reached
         (0.22, 0.1 * 1.01),  # 10 % above
         (0.19, 0.1 * 0.995),
         (9.0, 0.1 * 1.02),  # an error counts up to 20 %

@@ -118,7 +118,7 @@ def same_values(expected: list[TokenText], found: list[TokenText]) -> None:
     for one, other in zip(expected, found, strict=True):
         assert (one.prompt_id, one.sample_index) == (other.prompt_id, other.sample_index)
         assert one.pieces == other.pieces
-        for key in VALUES:  # in the first step the student is the reference: no KL, no values
+        for key in VALUES:  # the student is the reference in the first step: no KL, no values
             zeros = [0.0] * len(one.pieces)
             found_values = other.values.get(key, zeros)
             assert found_values == pytest.approx(one.values.get(key, zeros), rel=1e-2, abs=1e-4)

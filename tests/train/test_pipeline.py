@@ -70,14 +70,14 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch):
     assert [row["step"] for row in rows] == list(range(11))
     assert "eval/accuracy" in rows[0]
     written = {key for row in read_metrics(RunDirectory(run).metrics) for key in row}
-    others = ("engine/", "moe/")  # of rollout servers, of experts
-    others += ("perf/staleness_",)  # of rollouts that lag
+    others = ("engine/", "moe/")  # rollout servers, experts
+    others += ("perf/staleness_",)  # rollouts that lag
     unwritten = {key for key in NAMES.keys() - written if not key.startswith(others)}
     of_servers = {"memory/left_gib", "time/wait"}
     of_servers |= {f"perf/{role}_waited" for role in ("trainer", "servers", "teacher")}
     ahead = {"perf/continued_share", "rollout/mixed_groups"}
     assert unwritten == of_servers | ahead
-    assert rows[-1]["logprob/rollout_gap_max"] < 1e-4  # of engine and trainer
+    assert rows[-1]["logprob/rollout_gap_max"] < 1e-4  # engine and trainer agree
     names = {path.name for path in run.iterdir()}
     assert names >= {
         "config.resolved.yaml",

@@ -61,7 +61,7 @@ def test_the_command_of_the_table_evaluates_each_row_on_the_six_benchmarks():
     readme = (CONFIGS / "README.md").read_text()
     endings = re.findall(r"\bevaluate(?:\.sh)? CONFIG([^`\n]*)", readme)
     settings = [line.split() for line in endings]
-    assert settings == 2 * settings[:1]  # with torchrun and on Slurm
+    assert settings == 2 * settings[:1]  # torchrun and Slurm
     for name in published_table():
         config = load_config(CONFIGS / name, settings[0])
         assert set(config.evaluation.benchmarks) == set(BENCHMARKS), name
@@ -98,7 +98,7 @@ def tiny(config: Config, directory: Path) -> tuple[str, Config]:
         20 for _ in values["objective"]["masks"]["special_token_ids"][:1]
     )
     if config.objective.name in ("lsm", "student_topk"):
-        values["objective"]["top_k"] //= 4  # of 24 symbols
+        values["objective"]["top_k"] //= 4  # the vocabulary has 24 symbols
     values["optimizer"] |= {"warmup_steps": min(1, config.optimizer.warmup_steps)}
     values["train"] |= {"steps": 2, "precision": "fp32", "micro_batch_tokens": 256}
     values["train"] |= {"recompute": "none"}

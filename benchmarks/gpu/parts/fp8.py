@@ -39,7 +39,7 @@ NAMES = ("output", "input's gradient", "weight's gradient")
 ROUNDING_LIMIT = 0.1  # against fp32: an operand is rounded by up to 1/16, in e5m2 by 1/8
 # The same numbers are multiplied: the order of sums differs, and bf16 at the end.
 EMULATION_LIMIT = 0.01
-WEIGHT_SHARE = 0.55  # of the layers' bytes
+WEIGHT_SHARE = 0.55  # share of the layers' bytes
 
 
 def run(record: Record, options: Options) -> None:

@@ -18,9 +18,9 @@ from benchmarks.gpu.parts.step import TINY_VOCAB, VOCAB, replaying, step_config
 from benchmarks.gpu.record import Record
 from stable_opd_mcore.run_inputs import configured_architecture
 
-BF16_LIMIT = 0.2  # of torch's own layers; an error this large is no rounding
+BF16_LIMIT = 0.2  # limit for torch's own layers; an error this large is not rounding
 TIMES_TORCH, ADDED = 1.5, 2e-3  # how far beyond torch's bf16 error
-TF32_ROUNDING = 2.0**-11  # of an operand, relative: TF32 has 10 bits of mantissa
+TF32_ROUNDING = 2.0**-11  # relative error of an operand: TF32 has 10 bits of mantissa
 PRODUCTS_OF_A_LAYER = 4  # one after another: queries, keys and values; output; two of the MLP
 
 

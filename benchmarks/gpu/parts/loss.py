@@ -21,7 +21,7 @@ WHOLE = Point("ours", 8192, 3584, 152064, "bf16", "cuda", 1024, 5, 1)
 TINY = Point("ours", 64, 16, 1031, "bf16", "cpu", 32, 1, 1)
 MEMORY_GOAL = "goal 1,024; the head's gradient is summed in main_grad"
 TENSOR_RANKS = 4
-REGISTERS, THREADS, BLOCKS = 65536, 2048, 32  # of a Hopper multiprocessor
+REGISTERS, THREADS, BLOCKS = 65536, 2048, 32  # a Hopper multiprocessor's
 REGISTER_UNIT = 256  # registers are given to a warp in multiples of this
 
 

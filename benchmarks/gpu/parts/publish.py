@@ -39,7 +39,7 @@ TINY = qwen2(64, 2, 4, 2, 192, 515)
 class Wire:
     name: str
     transport: Transport
-    device: str  # of the receiver
+    device: str  # the receiver's
     missing: str = ""  # why it cannot be tried here
 
 

@@ -31,7 +31,7 @@ def stop_when_one_rank_is_signalled(rank, world_size, directory):
             step += 1
             time.sleep(0.01 * rank)
             if rank == 1 and step == 3:
-                # to this thread: a library's thread could receive it and report it a step later
+                # this thread gets it: a library's thread could report it a step later
                 signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
             assert step < 10
         if rank == 0:
@@ -69,7 +69,7 @@ def test_sigterm_is_deferred_while_shielded():
         with shielded():
             child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
             child.terminate()
-            signal.raise_signal(signal.SIGTERM)  # to this thread: another one may take it late
+            signal.raise_signal(signal.SIGTERM)  # this thread gets it: another one may be late
             assert not stop.requested_on_any_rank()
         assert stop.requested_on_any_rank() == StopReason.TERMINATE
         child.communicate(b"go on\n", timeout=30)

@@ -35,7 +35,7 @@ class HeldBack:
 
     def __init__(self, last: Prompt):
         self._last, self.may_end = last, threading.Event()
-        self._samples: Counter[tuple[int, ...]] = Counter()  # of each prompt, so far
+        self._samples: Counter[tuple[int, ...]] = Counter()  # prompt -> samples so far
         self._pool = ThreadPoolExecutor(4)  # replies come from another thread
 
     def submit(
