@@ -31,7 +31,7 @@ def _variable(name: str, default: Any) -> Removed:
 _BUDGET = "drop it: it follows from sampling.max_new_tokens"
 _OWN_FILE = Removed(None, "drop it: a run compares the file with its own copy")
 _ABLATION = "drop it: the last commit with this ablation is tagged before-lighter"
-# By dotted key; of a list of sections, without an index.
+# Dotted keys; those in a list of sections have no index.
 REMOVED: dict[str, Removed] = {
     "checkpoint.asynchronous": Removed((True, False), "drop it: training waits for each save"),
     "data.train.reward.sha256": _OWN_FILE,

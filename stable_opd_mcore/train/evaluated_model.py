@@ -1,7 +1,7 @@
 """Which model `stable-opd evaluate` evaluates, and with which settings.
 
     config = evaluation_config(target, settings, overrides)    # before anything starts
-    model = find_model(config)                                 # all ranks together
+    model = find_model(config)                                 # called by all ranks
 
 A target is a config, a run's directory, a Hugging Face directory or a Megatron checkpoint. A model
 or checkpoint inside a run's directory has that run's settings, so all three give the same numbers.

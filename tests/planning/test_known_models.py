@@ -16,7 +16,7 @@ from stable_opd_mcore.planning.planned_run import read_models
 from tests.hub_server import COMMIT, hub_server, use_hub
 from tests.planning.cases import CONFIGS, QWEN_7B
 
-# As the model cards state them; a tied head counts once.
+# The model cards state them; a tied head counts once.
 MILLIONS = {
     "sft_1p5b": 1544,
     "sft_7b": 7616,
