@@ -31,7 +31,7 @@ CITING = [
     and path not in ("CHANGELOG.md", "docs/configuration.md")
 ]
 SETTINGS = set(
-    re.findall(r"^\| `([\w.]+)`", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE)
+    re.findall(r"^- `([\w.]+)`", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE)
 )
 SECTIONS = {key.rpartition(".")[0] for key in SETTINGS} | {key.split(".")[0] for key in SETTINGS}
 # Files of others, of runs, and stand-ins for a name: not in the repository.

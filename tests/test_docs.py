@@ -73,9 +73,7 @@ def test_named_files_exist(document):
 
 
 COMMAND = typer.main.get_command(app)
-KEYS = set(
-    re.findall(r"^\| `([\w.]+)`", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE)
-)
+KEYS = set(re.findall(r"^- `([\w.]+)`", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE))
 PLACEHOLDER = re.compile(r"(?<![\w$])[A-Z][A-Z_]{2,}(?![\w-])")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PROGRAMS = r"make|stable-opd|torchrun(\.sh)?|sbatch|bash|ssh|hf|git|docker|enroot|nemo|python[\d.]*"

@@ -10,7 +10,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "stable_opd_mcore"
 PAGE = (REPOSITORY / "docs" / "configuration.md").read_text()
-KEYS = set(re.findall(r"^\| `([a-z_\d.\[\]]+)` \|", PAGE, re.MULTILINE))
+KEYS = set(re.findall(r"^- `([a-z_\d.\[\]]+)` \(", PAGE, re.MULTILINE))
 SECTIONS = {key.partition(".")[0] for key in KEYS}
 # A value in braces, or a star, stands for one part of the key.
 NAME = re.compile(

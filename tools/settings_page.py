@@ -15,8 +15,8 @@ from stable_opd_mcore.config.schema import Config
 _HEAD = """# Settings
 
 A config is one YAML file with these keys. Any of them can be overridden on the command line:
-`stable-opd train CONFIG train.steps=10 kl.beta=0.1`. A key without a default is required. An
-unknown key or a value of another type ends the run with one message.
+`stable-opd train CONFIG train.steps=10 kl.beta=0.1`. An unknown key or a value of another type ends
+the run with one message. Behind each key stand its type and its default.
 
 *This page is generated: `python -m tools.settings_page > docs/configuration.md`.*
 """
@@ -30,54 +30,53 @@ Schema = dict[str, Any]
 def settings_page() -> str:
     """The page, Markdown."""
     root = Config.model_json_schema(by_alias=True)
-    tables = [_table("", root, root["$defs"])]
-    tables += _section_tables("", root, root["$defs"])
-    return "\n".join([_HEAD, *_without_copies(tables)])
+    lists = [_list("", root, root["$defs"]), *_section_lists("", root, root["$defs"])]
+    return "\n".join([_HEAD, *_without_copies(lists)])
 
 
-def _without_copies(tables: list[str]) -> list[str]:
-    """The tables, with "As `student.window`." for a text that an earlier key of the name has."""
+def _without_copies(lists: list[str]) -> list[str]:
+    """The lines, with "As `student.window`." for a text that an earlier key of the name has."""
     first: dict[tuple[str, str], str] = {}
     shortened: list[str] = []
-    for line in "\n".join(tables).splitlines():
-        if line.startswith("| `"):
-            cells, _, text = line.removesuffix(" |").rpartition(" | ")
-            key = cells.split("`")[1]
+    for line in "\n".join(lists).splitlines():
+        if line.startswith("- `"):
+            start, _, text = line.partition("): ")
+            key = start.split("`")[1]
             same = first.setdefault((key.rpartition(".")[2], text), key)
-            line = line if same == key else f"{cells} | As `{same}`. |"
+            line = line if same == key else f"{start}): As `{same}`."
         shortened.append(line)
     return [*shortened, ""]
 
 
-def _section_tables(prefix: str, model: Schema, models: Schema) -> list[str]:
-    """A table for each section, those inside it after it."""
-    tables: list[str] = []
+def _section_lists(prefix: str, model: Schema, models: Schema) -> list[str]:
+    """A list for each section, those inside it after it."""
+    lists: list[str] = []
     for name, field in model["properties"].items():
         held, key = _sections_of(field, models), f"{prefix}{name}"
         if (section := held.get("")) is not None:
-            tables.append(f"## {key}\n{_text(section)}\n\n{_table(f'{key}.', section, models)}")
-            tables += _section_tables(f"{key}.", section, models)
+            lists.append(f"## {key}\n{_text(section)}\n\n{_list(f'{key}.', section, models)}")
+            lists += _section_lists(f"{key}.", section, models)
         if (section := held.get("[]")) is not None:  # only what the single one lacks
             more = section["properties"].keys() - held[""]["properties"].keys()
             own = {k: v for k, v in section["properties"].items() if k in more}
-            table = _table(f"{key}[].", section | {"properties": own}, models)
-            tables.append(f"## {key}[]\n{_text(section)}\n\n{table}")
-    return tables
+            entries = _list(f"{key}[].", section | {"properties": own}, models)
+            lists.append(f"## {key}[]\n{_text(section)}\n\n{entries}")
+    return lists
 
 
-def _table(prefix: str, model: Schema, models: Schema) -> str:
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+def _list(prefix: str, model: Schema, models: Schema) -> str:
+    entries: list[str] = []
     for name, field in model["properties"].items():
-        required = name in model.get("required", ())
-        kind, default = _type(field), "" if required else _code(field.get("default"))
+        is_required = name in model.get("required", ())
+        kind, default = _type(field), "required" if is_required else _code(field.get("default"))
         held = _sections_of(field, models)
         if (section := held.get("")) is not None:
             if default != "`null`" and "[]" not in held:
-                continue  # its own table follows
-            kind, default = "section", "`null`" if default == "`null`" else ""
-            field = section | field
-        rows.append(f"| `{prefix}{name}` | {kind} | {default} | {_text(field)} |")
-    return "\n".join(rows) + "\n"
+                continue  # its own list follows
+            kind, field = "section", section | field
+            default = default if default == "`null`" else "required"
+        entries.append(f"- `{prefix}{name}` ({kind}; {default}): {_text(field)}")
+    return "\n".join(entries) + "\n"
 
 
 def _sections_of(field: Schema, models: Schema) -> dict[str, Schema]:
@@ -113,8 +112,8 @@ def _code(value: Any) -> str:
 
 
 def _text(schema: Schema) -> str:
-    """A description on one line, fit for a cell of a table."""
-    return " ".join(schema["description"].split()).replace("|", r"\|")
+    """A description on one line."""
+    return " ".join(schema["description"].split())
 
 
 if __name__ == "__main__":
