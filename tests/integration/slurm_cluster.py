@@ -112,7 +112,7 @@ class SlurmCluster:
             self._start("slurmctld", "slurmctld", "-D", "-f", self.env["SLURM_CONF"])
             for node in self.nodes:
                 self.start_node(node)
-            self.until(lambda: self._idle_nodes() == len(self.nodes), 30, "all nodes idle")
+            self.until(lambda: self.num_idle() == len(self.nodes), 30, "all nodes idle")
         except BaseException:
             self.__exit__()
             raise
@@ -203,9 +203,10 @@ class SlurmCluster:
     def restore_node(self, node: str) -> None:
         self.start_node(node)
         self.call("scontrol", "update", f"nodename={node}", "state=resume", check=False)
-        self.until(lambda: self._idle_nodes(node) == 1, 30, f"{node} idle again")
+        self.until(lambda: self.num_idle(node) == 1, 30, f"{node} idle again")
 
-    def _idle_nodes(self, *names: str) -> int:
+    def num_idle(self, *names: str) -> int:
+        """How many of these nodes, or of all, run no job."""
         selection = ["-n", ",".join(names)] if names else []
         listing = self.call(
             *("sinfo", "-h", "-N", "-p", ",".join(self._partitions), "-t", "idle", "-o", "%N"),

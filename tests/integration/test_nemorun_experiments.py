@@ -83,7 +83,7 @@ class Launcher:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                timeout=300,
+                timeout=900,  # NeMo-Run looks for the end of a job once a minute
             )
             file.seek(0)
             return subprocess.CompletedProcess(command, result.returncode, file.read())
