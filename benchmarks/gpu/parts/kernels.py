@@ -27,6 +27,8 @@ SIZES = ((13, 31), (130, 4099))
 TINY_SIZES = SIZES[:1]
 SEVERAL_BLOCKS = (2500, 8209)
 DEFINITION_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# The tail's probability, 1 minus those of the top-k, amplifies bf16's rounding of the logits.
+BF16_TAIL_LIMIT = 1e-1
 PASS_SIZES = ((1, 1), (3, 2053), (2, 152064))
 PASS_DTYPES = (torch.float32, torch.bfloat16)
 SYNC_TERMS = {
@@ -78,6 +80,8 @@ def check_definitions(record: Record, options: Options) -> None:
 def compare(
     variant: str, rows: int, vocab: int, dtype: torch.dtype, limit: float, device: str
 ) -> None:
+    if dtype == torch.bfloat16 and VARIANTS[variant].get("objective__tail"):
+        limit = BF16_TAIL_LIMIT
     case = case_of(variant, rows, vocab, temperature=0.7, old=True, dtype=dtype)
     assert_close(run_fused(case, dtype, device=device), run_definition(case), limit)
 
