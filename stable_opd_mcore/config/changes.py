@@ -32,7 +32,7 @@ FREE = (
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Plain values of a resolved config; raises what `read_mapping` and `without_removed` raise."""
+    """A resolved config as plain values. Raises what `read_mapping` and `without_removed` raise."""
     return without_removed(unescaped(OmegaConf.to_container(read_mapping(path))), str(path))
 
 

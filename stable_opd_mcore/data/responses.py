@@ -127,7 +127,7 @@ class ResponseTotals:
             self._means[name] += Mean(value, weight)
 
     def metrics(self, area: str) -> Metrics:
-        """`<area>/<name>` for every name; a mean over nothing is None."""
+        """All metrics by their keys `<area>/<name>`; the mean of no values is None."""
         metrics: dict[str, Metric] = dict(self._means)
         lengths, counts = tuple(self._lengths), tuple(self._lengths.values())
         metrics["response_length_p50"] = Quantile(0.5, lengths, counts)

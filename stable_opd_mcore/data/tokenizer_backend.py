@@ -80,7 +80,7 @@ def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
 
 
 def _knows_eos(backend: PreTrainedTokenizerFast, directory: Path) -> bool:
-    """Whether the files have the EOS. Transformers gives one that they lack a new id."""
+    """Whether the files contain the EOS token; transformers gives a missing one a new id."""
     eos, added = backend.eos_token, backend.init_kwargs["added_tokens_decoder"].values()
     if eos is None or str(eos) in map(str, added):
         return True

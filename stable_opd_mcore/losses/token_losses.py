@@ -225,7 +225,8 @@ def clipped_surrogate(rows: Rows, advantage: Tensor, clip: float) -> PolicyLoss:
 
 
 def k3(rows: Rows, keeps_direction: bool) -> tuple[Tensor, Tensor]:
-    """The KL to the reference from the sampled token only, and its weight (docs/method.md §2).
+    """An estimate of the KL to the reference from the sampled token, and the weight of the estimate
+    (docs/method.md §2).
 
     r - log r - 1 with r = pi_ref / pi, linear beyond K3_BOUND. keeps_direction ("k3+"): with the
     gradient of (log r)^2 / 2. The weight is pi / pi_old, bounded by e^K3_BOUND; 1 on policy.

@@ -80,7 +80,7 @@ class Routers:
                 router.end()
 
     def take(self) -> Metrics:
-        """The metrics `moe/*` since the last call, equal on all ranks; none if dense."""
+        """The `moe/*` metrics since the last call, equal on all ranks; empty for a dense model."""
         if self._experts is None:
             return Metrics()
         counts_YE = self.counts_YE.clone()

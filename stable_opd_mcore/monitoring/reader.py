@@ -138,7 +138,7 @@ def embedded(runs: Sequence[WrittenRun]) -> str:
 
 
 def complete_rollouts(path: Path, limit: int | None = None) -> list[Rollout]:
-    """The first rollouts of a step's file, without a last line that was cut."""
+    """The first `limit` rollouts of a step's file; an incomplete last line is left out."""
     lines = path.read_bytes().count(b"\n") if path.is_file() else 0
     return read_rollouts(path, limit=lines if limit is None else min(limit, lines), strict=False)
 

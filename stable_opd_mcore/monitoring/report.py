@@ -31,7 +31,7 @@ from stable_opd_mcore.monitoring.run_events import marks
 TEMPLATES = Path(__file__).with_name("templates")
 SCRIPTS = ("uplot.min.js", "figures.js", "reader.js", "watch.js")
 MAX_NAMES = 3  # runs that a title names
-MAX_TEXT = 1000  # characters of a title, a subtitle or a message
+MAX_TEXT = 1000  # length limit of a title, a subtitle or a message, in characters
 
 
 def write_report(

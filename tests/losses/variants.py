@@ -47,8 +47,8 @@ def with_every_option(name: str) -> dict[str, Any]:
     return changes
 
 
-# Every entry of OBJECTIVES with its defaults, and with another value of all its settings at once;
-# then options that are worth a case of their own, each at an extreme and with other terms.
+# Every entry of OBJECTIVES has two cases: its defaults, and another value for each of its settings.
+# Further cases set single options to extremes, or combine them with other terms.
 TOP_1 = {"objective__top_k": 1}
 MARGIN = Path(__file__).parents[2] / "docs/examples/pairwise_margin.py"
 VARIANTS = {

@@ -130,4 +130,4 @@ def test_gsm8k_config_trains_on_real_problems(tmp_path):
     stored = (tmp_path / "gsm8k_cpu" / "rollouts" / "step_000001.jsonl").read_text()
     assert len(stored.splitlines()) == 4  # 2 prompts, 2 samples each
     prompt = json.loads(stored.splitlines()[0])["prompt"]
-    assert "reason step by step" not in prompt  # only the problem, without an instruction
+    assert "reason step by step" not in prompt  # the prompt is the problem, without an instruction

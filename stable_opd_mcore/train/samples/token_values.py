@@ -86,7 +86,8 @@ class TokenRecorder:
         ]
 
     def _own_rows(self) -> list[np.ndarray]:
-        """Rollout, token and VALUES of the kept rollouts' rows, for each micro-batch."""
+        """An array for each micro-batch. Its columns are the kept rollouts' rows: rollout, token,
+        VALUES."""
         kept: list[np.ndarray] = []
         for minibatch, copied in self._rows:
             rows = copied.values().numpy()
