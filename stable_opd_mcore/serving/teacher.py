@@ -238,21 +238,23 @@ class ServedTeacher:
         self.idle.count(client.url, -1)
         with self._lock:
             try:
-                asked.reply.set_result(sent.result())
+                failure = sent.exception()
+                if isinstance(failure, ServerFailure):
+                    asked.failures += 1
+                    self._note(asked, failure)
+                    if self.lost is None:
+                        rounds, others = divmod(asked.failures, len(asked.clients))
+                        self._send(asked, delay_seconds=0.0 if others else pause_seconds(rounds))
+                        return
+                    raise TeacherLost(self.lost)
+                if isinstance(failure, RefusedRequest):  # asking again cannot help
+                    self.lost = self.lost or str(failure)
+                    raise TeacherLost(self.lost)
+                scores = sent.result()
                 self._answered[asked.route] = time.monotonic()
                 self._failing.discard(client.url)
                 self.progress()
-            except ServerFailure as failure:
-                asked.failures += 1
-                self._note(asked, failure)
-                if self.lost is None:
-                    rounds, others = divmod(asked.failures, len(asked.clients))
-                    self._send(asked, delay_seconds=0.0 if others else pause_seconds(rounds))
-                    return
-                asked.reply.set_exception(TeacherLost(self.lost))
-            except RefusedRequest as refusal:  # asking again cannot help
-                self.lost = self.lost or str(refusal)
-                asked.reply.set_exception(TeacherLost(self.lost))
+                asked.reply.set_result(scores)
             except BaseException as error:  # raised again by `wait`
                 asked.reply.set_exception(error)
             self._num_in_flight -= 1

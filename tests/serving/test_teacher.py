@@ -136,3 +136,21 @@ def test_each_source_has_its_teacher_and_one_without_is_refused():
 def test_a_teacher_that_is_absent_at_the_start_is_lost(absent):
     with pytest.raises(TeacherLost, match=f"no teacher answered .* {absent}"):
         served_by(absent, patience_seconds=0.0).self_test(range(9))
+
+
+def test_an_error_of_a_repeated_request_is_raised_where_its_scores_are_waited_for(
+    absent, monkeypatch
+):
+    teacher = served_by(absent)
+    (client,) = teacher._clients[""]
+    submit, attempts = client.submit, itertools.count()
+
+    def fails_again(*arguments):
+        if next(attempts):
+            raise OSError("no process can be started")
+        return submit(*arguments)
+
+    monkeypatch.setattr(client, "submit", fails_again)
+    (reply,) = ask(teacher)
+    assert isinstance(reply.exception(timeout=60), OSError)
+    teacher.close()
