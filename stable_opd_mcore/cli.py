@@ -125,8 +125,7 @@ def check(
 ) -> None:
     """Report what does not fit together in a pair, config or run directory; code 1: errors."""
     from stable_opd_mcore.checks.checklist import check_file, check_pair
-    from stable_opd_mcore.planning.hardware import device_named
-    from stable_opd_mcore.planning.plan import Cluster
+    from stable_opd_mcore.planning.hardware import Cluster, device_named
 
     if config is not None and student is None and teacher is None:
         if gpu not in (None, "cpu"):
@@ -361,7 +360,7 @@ def rehearse(
     paths = [Path(argument) for argument in configs if _is_path(argument)]
     settings = [load_config(path, overrides) for path in paths]
     with _importing():
-        from stable_opd_mcore.planning.plan import Cluster
+        from stable_opd_mcore.planning.hardware import Cluster
         from stable_opd_mcore.rehearsal.worlds import rehearse_worlds
 
     clusters = [Cluster(n, gpus_per_node, server_nodes) for n in nodes or (1, 2, 16, 128)]

@@ -19,7 +19,6 @@ from stable_opd_mcore.config.cold_start import after_cold_start
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors
-from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.host.run_lock import (
     STALE_SECONDS,
     RunLock,
@@ -104,7 +103,7 @@ def disk(inputs: RunInputs) -> Iterator[Finding]:
     model = WEIGHT_BYTES[config.train.precision] * parameters
     checkpoint = model + ADAM_BYTES[config.train.precision] * parameters
     home = config.run.path
-    existing = len(list(RunDirectory(home).checkpoints.glob("step_*")))
+    existing = len(list(config.run.files.checkpoints.glob("step_*")))
     kept = max(1, config.checkpoint.keep + 1 - existing)  # a new one is written before one goes
     free = shutil.disk_usage(_existing(home)).free
     if free < model + kept * checkpoint:

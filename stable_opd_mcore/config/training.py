@@ -70,6 +70,9 @@ class OptimizerConfig(Section):
         return self
 
 
+Recompute = Literal["none", "selective", "full"]
+
+
 class TrainConfig(Section):
     """Steps, precision and memory."""
 
@@ -85,7 +88,7 @@ class TrainConfig(Section):
     has a micro-batch of its own."""
     minibatches: PositiveInt = 1
     """Optimizer steps per batch of rollouts; the prompts are dealt to them in turn."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """Activations of the student that the backward pass computes again: `full` whole layers,
     `selective` the MLPs, which keep most of them."""
     deterministic: bool = False

@@ -1,7 +1,7 @@
 """Rollouts as files: one JSON Lines file a step, for readers, the report and the replay engine.
 
-`rollouts/step_000012.jsonl` holds one object per rollout with every field of `Rollout` and
-`Prompt`, except the experts, which are longer than all else.
+`rollouts/step_000012.jsonl` holds one object per rollout: the fields of `_PromptColumns` and
+`_RolloutColumns`. Slots, other columns, the teacher's prompts and scores, and experts are not kept.
 """
 
 import json

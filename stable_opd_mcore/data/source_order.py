@@ -50,7 +50,7 @@ class SourceOrder:
     def sources(self, slots: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """The source of each slot's prompt."""
         self._extend(int(slots.max()) + 1)
-        return np.array(self._source_of)[slots]
+        return np.array([self._source_of[slot] for slot in slots.tolist()], np.int64)
 
     def indices(self, cursor: int, count: int) -> list[int]:
         """Rows of slots cursor .. cursor + count - 1, however that range is split into calls."""

@@ -39,8 +39,8 @@ class RunDirectory:
         return self.checkpoints / checkpoint_name(step)
 
     def rollouts(self, step: int) -> Path:
-        return self.path / "rollouts" / f"step_{step:06d}.jsonl"
+        return self.path / "rollouts" / f"{checkpoint_name(step)}.jsonl"
 
     def tokens(self, step: int) -> Path:
         """The values of single tokens of a training step's first rollouts."""
-        return self.path / "tokens" / f"step_{step:06d}.jsonl"
+        return self.path / "tokens" / f"{checkpoint_name(step)}.jsonl"

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from stable_opd_mcore.config.training import Fp8
+from stable_opd_mcore.config.training import Fp8, Recompute
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture, layout_refusal, rotary_frequencies
 from stable_opd_mcore.models.fp8 import (
@@ -29,7 +29,6 @@ from stable_opd_mcore.models.weights import mark_shards, random_weights
 from stable_opd_mcore.parallel.world import World
 
 Precision = Literal["fp32", "bf16"]
-Recompute = Literal["none", "selective", "full"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

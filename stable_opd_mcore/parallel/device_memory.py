@@ -97,8 +97,9 @@ class DeviceMemory:
                     _bytes_of(moved.tensor).copy_(moved.host, non_blocking=True)
 
     def lend(self, give_back: Callable[[], None], *, keep: Sequence[str] = ()) -> None:
-        """Let this rank's servers use the device until the next `hold`, whose `give_back` releases
-        it. Returns when every rank has moved all parts but `keep` to the host.
+        """Let this rank's servers use the device until the next `hold`, which calls `give_back` to
+        make them release it. Collective: returns when every rank has moved all parts but `keep` to
+        the host.
         """
         assert not self.is_lent, "the device is already lent"
         self.keep_only(*keep)

@@ -14,21 +14,19 @@ import shlex
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.config.training import Offloadable
+from stable_opd_mcore.config.training import Offloadable, Recompute
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.layout import refuse_layout, valid_layouts
 from stable_opd_mcore.planning.memory import PHASES, MemoryPlan, largest_micro_batch, memory_plan
 from stable_opd_mcore.planning.planned_run import PlannedRun, Work, planned_run
 from stable_opd_mcore.planning.seconds import StepSeconds, step_seconds
-
-Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Plan:
     @cached_property
     def choice(self) -> Choice:
         """The fastest train.recompute and memory.offload that fit."""
-        return choose(self.run)
+        return choose(self)
 
     @property
     def any_micro_batch_fits(self) -> bool:
@@ -185,13 +183,13 @@ class Choice:
         return f"fastest that fits: {what} (about {best.seconds.total:.0f}{took} s, {needed})"
 
 
-def choose(run: PlannedRun) -> Choice:
+def choose(own: Plan) -> Choice:
     """The fastest combination that fits, of at most 48. Host memory is not counted.
 
     Among equally fast ones it is the config's own, then the one that keeps the trainer least busy:
     rollouts of the next step may hide the difference (rollout.max_staleness).
     """
-    own, parts = Plan(run), offloadable(run)
+    run, parts = own.run, offloadable(own.run)
     subsets = [subset for n in range(len(parts) + 1) for subset in combinations(parts, n)]
     others = (
         run.changed(train={"recompute": recompute}, memory={"offload": offload})

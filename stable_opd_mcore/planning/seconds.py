@@ -1,7 +1,8 @@
 """A coarse estimate of a step's seconds: work over an assumed share of the GPU's rates.
 
-Not counted: the pipeline's bubble, the optimizer, the publish of weights. Layouts do not differ in
-it. No GPU has confirmed it. It compares values of train.recompute and memory.offload.
+Not counted: the pipeline's bubble, the optimizer, the publish of weights, so score and update take
+equally long in all layouts. No GPU has confirmed it. It compares values of train.recompute and
+memory.offload.
 """
 
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ from stable_opd_mcore.config.schema import Config, ModelConfig, RunConfig, Token
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
 from stable_opd_mcore.host.atomic_files import write_atomically
-from stable_opd_mcore.host.run_directory import RunDirectory
+from stable_opd_mcore.host.run_directory import RunDirectory, checkpoint_name
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron
 from stable_opd_mcore.train.persistence.checkpoint import STATE_FILE, newest_checkpoint
 
@@ -162,7 +162,7 @@ def _model_in(path: Path) -> EvaluatedModel:
         raise UserError(f"{file}: not what a run writes ({error})") from error
     if type(step) is not int or step < 0:
         step = None
-    own = f"step_{step:06d}" if step is not None and run is not None else path.absolute().name
+    own = checkpoint_name(step) if step is not None and run is not None else path.absolute().name
     label = _NOT_IN_NAMES.sub("_", own).lstrip("._-") or "model"
     return EvaluatedModel(path, label, name if isinstance(name, str) else None, step)
 

@@ -10,6 +10,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from stable_opd_mcore.checks.checklist import check_config, refuse_errors
 from stable_opd_mcore.checks.output_directory import settings_changes
@@ -118,20 +119,24 @@ def _after_cold_start(config: Config, session: Session) -> Config:
     cold = cold_start_config(config)
     model = cold.run.files.model
     if model.is_dir():
-        on_first_rank(
-            session.world, lambda: settings_changes(cold, accepted=session.accept_changes)
-        )
+        _changes(cold, session)
     else:
         _train_phase(cold, session)
     return after_cold_start(config)
 
 
+def _changes(config: Config, session: Session) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ from those of the checkpoints, on all ranks; an error if not
+    accepted."""
+    return on_first_rank(
+        session.world, lambda: settings_changes(config, accepted=session.accept_changes)
+    )
+
+
 def _train_phase(config: Config, session: Session) -> None:
     """Train one run directory to its last step, then export the model and write the report."""
     files = config.run.files
-    changed = on_first_rank(
-        session.world, lambda: settings_changes(config, accepted=session.accept_changes)
-    )
+    changed = _changes(config, session)
     is_first_rank = session.world.rank == 0
     terminal = Terminal(config, session.show_progress and is_first_rank)
     terminal.say(f"run {config.run.name}, ranks: {session.world.world_size}")
@@ -185,7 +190,7 @@ def _train_phase(config: Config, session: Session) -> None:
 
     export_hf(run.student.chunks, files.model, save_tokenizer=save_beside)
     if is_first_rank:
-        _report(files.path)
+        _report(files)
     terminal.say(f"finished: {files.model} is the model, {files.report} the report")
 
 
@@ -222,7 +227,9 @@ def _train_steps(
                 failed = error
         write_step(config, run.world, state.step, result.rollouts)
         if sinks is not None:
-            write_token_values(config.run.path, state.step, result.token_values, run.tokenizer)
+            write_token_values(
+                config.run.files.tokens(state.step), result.token_values, run.tokenizer
+            )
             sinks.write(state.step, metrics)
             now = loss_weights_of(config, state.adapted, state.guard)
             write_actions(sinks, state.step, result.actions, now)
@@ -276,12 +283,11 @@ def _due(step: int, every: int, config: Config) -> bool:
     return bool(every) and (step % every == 0 or step == config.train.steps)
 
 
-def _report(directory: Path) -> None:
+def _report(files: RunDirectory) -> None:
     """Write summary.json, the last value of every metric, and report.html."""
-    files = RunDirectory(directory)
     last: dict[str, float] = {}
     for row in read_metrics(files.metrics):
         last |= {key: value for key, value in row.items() if value is not None}
     text = json.dumps(last, indent=1, sort_keys=True)
     write_atomically(files.summary, text.encode())
-    write_report([directory], files.report)
+    write_report([files.path], files.report)

@@ -12,8 +12,7 @@ from stable_opd_mcore.losses.objectives import build_objective
 from stable_opd_mcore.models.spec import fp8_engine
 from stable_opd_mcore.parallel.determinism import make_deterministic
 from stable_opd_mcore.parallel.world import World, ranks_on_this_machine, start_world
-from stable_opd_mcore.planning.hardware import DEVICES
-from stable_opd_mcore.planning.plan import Cluster
+from stable_opd_mcore.planning.hardware import DEVICES, Cluster
 from stable_opd_mcore.rollout.build_engine import build_engine, embedded_engine, training_sampling
 from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.run_inputs import (

@@ -1,4 +1,4 @@
-"""The metrics of one training step, reduced over all ranks; nothing here enters the training."""
+"""The metrics of one training step, reduced over all ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One optimizer step of the student on the scored micro-batches of a minibatch.
 
-Nothing that is not finite reaches the weights.
+Weights that are not finite are neither saved nor published.
 """
 
 from __future__ import annotations

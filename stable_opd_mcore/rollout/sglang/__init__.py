@@ -1,7 +1,7 @@
 """Rollouts from SGLang servers. Read in this order:
 
 build            from a config to the engine and its servers
-engine           the `RolloutEngine`: sampling, publishing, and agreement between ranks
+sglang_engine    the `RolloutEngine`: sampling, publishing, and agreement between ranks
 dispatch         one rank's requests: queue, retries, pauses
 prompt_requests  the requests for one prompt's responses
 fleet            one rank's servers: states, failures, restarts

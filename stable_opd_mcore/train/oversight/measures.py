@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.sinks import GUARD_EVENT, Sinks
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.loss_weights import LossWeights
@@ -91,18 +91,20 @@ def roll_back(run: Run, state: TrainState) -> TrainState:
     return state
 
 
-def refuse_collapsed(run: Run, state: TrainState, write_report: Callable[[Path], None]) -> None:
+def refuse_collapsed(
+    run: Run, state: TrainState, write_report: Callable[[RunDirectory], None]
+) -> None:
     """Raise CollapsedError if the guard has stopped the run, after rank 0 has written the report of
     the run directory. Collective.
     """
     if not is_collapsed(run, state):
         return
-    directory = run.config.run.path
-    on_first_rank(run.world, lambda: write_report(directory))
+    files = run.config.run.files
+    on_first_rank(run.world, lambda: write_report(files))
     healthy = state.guard.healthy_save
-    place = "none" if healthy is None else run.config.run.files.checkpoint(healthy)
+    place = "none" if healthy is None else files.checkpoint(healthy)
     raise CollapsedError(
-        f"{directory}: the guard stopped the run after step {state.step}: the rollouts stayed "
+        f"{files.path}: the guard stopped the run after step {state.step}: the rollouts stayed "
         f"collapsed through {state.guard.rollbacks} returns to a healthy checkpoint. Evidence: the "
         f"guard's events in metrics.jsonl, and report.html. Newest healthy checkpoint: {place}. "
         "Start a new run with student.path set to it and other settings, or continue unguarded "

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.token_files import VALUES, Numbers, TokenText, write_tokens
-from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.parallel.transfers import OnHost
 from stable_opd_mcore.parallel.world import World, gather_on_first_rank
 from stable_opd_mcore.records import LossOutput, MicroBatch, Rollout, SampleFacts
@@ -96,9 +95,7 @@ class TokenRecorder:
         return kept
 
 
-def write_token_values(
-    run_directory: Path, step: int, values: Sequence[RolloutValues], tokenizer: Tokenizer
-) -> None:
+def write_token_values(path: Path, values: Sequence[RolloutValues], tokenizer: Tokenizer) -> None:
     texts: list[TokenText] = []
     for of in values:
         ids = of.rollout.prompt.golden_token_ids
@@ -111,7 +108,7 @@ def write_token_values(
         )
         texts.append(text)
     if texts:
-        write_tokens(RunDirectory(run_directory).tokens(step), texts)
+        write_tokens(path, texts)
 
 
 def _rows(output: LossOutput, batch: MicroBatch) -> OnHost:
