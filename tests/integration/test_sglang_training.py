@@ -88,6 +88,7 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
 
 
 def test_trainer_and_servers_agree_after_every_sync(tmp_path, pair):
+    """Five steps; then the same seed and rollouts through a run without servers."""
     run = train(tmp_path, "served", "train.steps=5", *pair.overrides)
     served = rows(run)
     assert len(served) == 5
@@ -99,6 +100,13 @@ def test_trainer_and_servers_agree_after_every_sync(tmp_path, pair):
     assert published == [f"version {v}" for v in range(6) for _ in range(2)]
     assert min(pair.num_generated()) > 0
     assert not [file for file in _files(run) if pair.key in file.read_text(errors="replace")]
+
+    replaying = ("rollout.engine=replay", f"rollout.replay_from={run}")
+    replay = train(tmp_path, "again", "train.steps=5", STOPS, *replaying)
+    for ours, theirs in zip(served, rows(replay), strict=True):
+        for name in ("loss/total", "grad_norm", "tokens/trained"):
+            assert math.isclose(ours[name], theirs[name], rel_tol=1e-6), name
+        assert not {"perf/trainer_waited", "perf/servers_waited"} & theirs.keys()
 
 
 def test_data_parallel_ranks_share_the_servers_one_step_off(tmp_path, pair):
@@ -124,6 +132,19 @@ def test_data_parallel_ranks_share_the_servers_one_step_off(tmp_path, pair):
         assert 0 < row["importance/cut_share"] < 1
         assert row["importance/weight_mean"] < 1.01
     assert [len(rollouts(run, step)) for step in (1, 2, 3)] == [32, 32, 32]
+
+
+def test_ranks_share_one_server_for_rollouts_and_evaluation(tmp_path, pair):
+    """Each version is sent once, although both leaders talk to the server."""
+    before = sum(pair.num_generated())
+    settings = (*external(pair.urls[0]), *pair.overrides[2:])
+    evaluation = ("evaluation.every=2", "evaluation.max_new_tokens=8")
+    run = train(tmp_path, "one", "train.steps=2", *settings, *evaluation, ranks=2)
+    assert max(row["logprob/rollout_gap_max"] for row in rows(run)) < 1e-4
+    published = [event["detail"] for event in events(run) if event["event"] == "published"]
+    assert published == [f"version {v}" for v in range(3) for _ in range(2)]  # as each leader saw
+    probes = 2 * 3  # before and after the cache is flushed, for versions 0 to 2
+    assert sum(pair.num_generated()) - before == 2 * 32 + 2 * 64 + probes
 
 
 def test_one_step_off_trains_on_rollouts_one_version_old(tmp_path, pair):

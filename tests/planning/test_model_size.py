@@ -1,7 +1,7 @@
 """Parameter counts and saved activations against Megatron's own models in a fake world.
 
 Torch's layers keep more for the backward pass than Transformer Engine's, which are counted: up to
-three times as much, except under full recompute, where both keep a layer's input.
+three times as much.
 """
 
 from collections.abc import Iterator

@@ -47,6 +47,21 @@ def own_teacher(rank: int, world_size: int, directory: str) -> None:
     train(config, show_progress=False)
 
 
+def one_and_two_updates(rank: int, world_size: int, directory: str) -> None:
+    """The same rollouts in one update and in two; the learning rate changes no weight."""
+    zero_update = {"lr": 1e-30, "warmup_steps": 0}
+    for number in (1, 2):
+        train(
+            tiny_config(
+                Path(directory),
+                f"in_{number}",
+                optimizer=zero_update,
+                train={"steps": 2, "minibatches": number},
+            ),
+            show_progress=False,
+        )
+
+
 def gsm8k(rank: int, world_size: int, directory: str, data: str) -> None:
     overrides = [
         f"run.directory={directory}",
@@ -117,6 +132,14 @@ def test_teacher_equal_to_the_student_gives_zero_loss_and_gradient(tmp_path):
     assert {rollout["finish_reason"] for rollout in rollouts} == {"stop"}
     stops = [math.exp(rollout["rollout_logprobs"][-1]) for rollout in rollouts]
     assert second["stop/student_mass"] == pytest.approx(sum(stops) / len(stops), rel=1e-4)
+
+
+def test_step_of_two_updates_reports_the_mean_of_their_losses(tmp_path):
+    run_ranks(1, one_and_two_updates, str(tmp_path))
+    for one, two in zip(metrics_of(tmp_path / "in_1"), metrics_of(tmp_path / "in_2"), strict=True):
+        for key in ("loss/total", "loss/pg", "loss/sft"):
+            assert two[key] == pytest.approx(one[key], rel=1e-5, abs=1e-7), key
+        assert two["tokens/trained"] == one["tokens/trained"]
 
 
 def test_gsm8k_config_trains_on_real_problems(tmp_path):

@@ -69,6 +69,22 @@ def test_the_command_of_the_table_evaluates_each_row_on_the_six_benchmarks():
         assert config.is_colocated, name
 
 
+def test_the_recipes_of_other_papers_have_their_values():
+    lsm, mask = (load_config(CONFIGS / "recipes" / f"{n}.yaml") for n in ("lsm_7b", "lsm_mask_7b"))
+    assert (lsm.objective.name, lsm.objective.top_k, lsm.aggregation) == ("lsm", 32, "token_mean")
+    assert (lsm.sampling.top_p, lsm.sampling.temperature, lsm.kl.beta) == (0.9, 1.0, 0.0)
+    assert mask.objective.masks.special_token_ids == (151643, 151645)
+    top = load_config(CONFIGS / "recipes" / "rethinking_1p5b.yaml")
+    cold = load_config(CONFIGS / "recipes" / "rethinking_cold_start_1p5b.yaml")
+    assert (top.objective.name, top.objective.top_k) == ("student_topk", 16)
+    assert top.aggregation == "token_mean"
+    assert 3000 <= top.sampling.max_new_tokens <= 7168
+    assert cold.optimizer.lr == 1e-5
+    assert top.student.path == f"{cold.run.path}/model"
+    assert top.data.prompt_template == cold.data.prompt_template
+    assert top.data.prompt_template.startswith("{problem} Please reason step by step")
+
+
 def tiny(config: Config, directory: Path) -> tuple[str, Config]:
     """The recipe with tiny models of its families; what is left of it, to run equal ones once."""
     values = config.model_dump(by_alias=True)
