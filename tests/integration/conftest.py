@@ -1,4 +1,4 @@
-"""What integration tests share: one Slurm cluster for the whole session."""
+"""What integration tests share: a Slurm cluster."""
 
 import os
 
@@ -12,10 +12,12 @@ ASIDE = ("n4", "n5", "n6")
 WHERE = pytest.StashKey[str]()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(request, tmp_path_factory):
     """Three nodes and three aside, each a host of its own. Without Slurm's programs the tests are
     skipped; where no hosts can be made, all nodes are this machine. Under CI both are failures.
+
+    Each file has its own cluster, so that a job still running there after a file disturbs no other.
     """
     in_ci = os.environ.get("CI") == "true"
     if missing := missing_programs():

@@ -40,8 +40,6 @@ def undisturbed(cluster, tmp_path_factory) -> Run:
         "MIN_ALLREDUCE_GBPS": "0.0001",
         "PATH": f"{directory / 'bin'}:{cluster.env['PATH']}",
     }
-    jobs_of_others = "n1 idle: the jobs of earlier tests are over"
-    cluster.until(lambda: cluster.num_idle("n1") == 1, PATIENCE_SECONDS, jobs_of_others)
     job = run.submit(settings=settings)
     cluster.wait(job, {"COMPLETED"}, PATIENCE_SECONDS)
     return run
