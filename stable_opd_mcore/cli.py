@@ -34,7 +34,7 @@ Overrides = Annotated[
 AcceptChanges = Annotated[
     bool,
     typer.Option(
-        "--accept-changes", help="Resume with other settings than the run was trained with."
+        "--accept-changes", help="Resume with settings that differ from those of the run."
     ),
 ]
 TrainerNodes = Annotated[int, typer.Option(min=1, help="Trainer nodes.")]
@@ -75,7 +75,7 @@ def _require_path(path: Path, wanted: str) -> None:
 
 
 def _is_path(word: str) -> bool:
-    """Whether a word is no override: it has no "=", or is a path that exists (runs/lr=1e-6)."""
+    """Whether a word is not an override: it has no "=", or names an existing path (lr=1e-6)."""
     return "=" not in word or os.path.exists(word)  # Path.exists raises for a long override
 
 
@@ -171,7 +171,7 @@ def evaluate(
         typer.Option(help="Settings for a model of no run; default: the paper's evaluation."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate only so many problems of each set.")
+        int | None, typer.Option(min=1, help="Evaluate only the first N problems of each set.")
     ] = None,
 ) -> None:
     """Evaluate a model: avg@k and pass@k with intervals, truncation, repetition, as tables."""

@@ -39,7 +39,7 @@ def with_download(config: Config, role: str) -> Config:
     """The config with the downloaded directory in place of the hub id of the student or teacher.
 
     Raises:
-        UserError: a path that is no model directory, a hub id without a revision, or a failed
+        UserError: a path that is not a model directory, a hub id without a revision, or a failed
             download.
     """
     model: ModelConfig | None = getattr(config, role)
@@ -78,7 +78,7 @@ def load_tokenizer(config: Config) -> Tokenizer:
 
 
 def load_teacher_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer in the teacher's directory; None where there is none, or no other teacher."""
+    """The tokenizer in the teacher's directory; None if it has none, or without another teacher."""
     path = config.teacher.path if config.teacher and not config.teacher.is_self else None
     if path is None or not (Path(path) / "tokenizer.json").is_file():
         return None
@@ -105,7 +105,7 @@ def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | 
 def load_teacher_prompt(
     config: Config, tokenizer: Tokenizer, objective: Objective
 ) -> TeacherPrompt | None:
-    """`teacher.prompt` with the teacher's chat template; None where the student's prompt serves."""
+    """`teacher.prompt` with the teacher's chat template; None if it reads the student's."""
     teacher = config.teacher
     if teacher is None or teacher.prompt is None or objective.teacher_needs == "none":
         return None

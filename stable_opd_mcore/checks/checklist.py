@@ -48,7 +48,7 @@ OF_A_PAIR: Checks = {
     ),
     "stop tokens": (
         stops.different_stops,
-        stops.end_of_turn_is_no_eos,
+        stops.end_of_turn_is_not_eos,
     ),
     "chat template": (
         templates.absent_template,

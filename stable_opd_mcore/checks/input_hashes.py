@@ -2,8 +2,8 @@
 
 `train` stores sizes and hashes of these files in the run directory, and a copy of the user's own
 code; `train` and `check` compare them when the run is resumed. A file of up to 64 MiB is hashed
-whole; of a larger one, 64 pieces of 64 KiB that lie evenly over it, so a change between them is not
-seen. Times are not compared: a copy has others.
+whole; of a larger one, 64 pieces of 64 KiB, evenly spaced, so a change between them is not seen.
+Times are not compared: a copy has others.
 """
 
 import json

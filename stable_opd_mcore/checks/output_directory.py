@@ -36,7 +36,7 @@ def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any
     """Settings, and contents of files, that differ from those with which the run directory's
     checkpoints were trained.
 
-    Empty without checkpoints: then the run starts anew.
+    Empty without checkpoints: the run then starts from the beginning.
 
     Raises:
         ConfigError: there are some, and they are not `accepted`.

@@ -1,7 +1,7 @@
 """Which package serves Adam and the norms, and an `apex` that is not NVIDIA's.
 
-Megatron takes Adam from Transformer Engine, else from NVIDIA's apex, else from torch, by which of
-them can be imported. The norms are Transformer Engine's or torch's (models/spec.py). Nothing is
+Megatron takes Adam from the first of Transformer Engine, NVIDIA's apex and torch that can be
+imported. The norms are Transformer Engine's or torch's (models/spec.py). Nothing is
 imported here: a package of the wrong kind may run anything at its import.
 """
 

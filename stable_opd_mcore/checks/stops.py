@@ -41,8 +41,8 @@ def _said_by(model: ModelFiles, token_id: int) -> str:
     return f" ({', '.join(names)})" if names else ""
 
 
-def end_of_turn_is_no_eos(pair: Pair) -> Iterator[Finding]:
-    """A chat template that ends turns with another token than the model's files name as EOS.
+def end_of_turn_is_not_eos(pair: Pair) -> Iterator[Finding]:
+    """A chat template whose end of a turn is not the EOS token that the model's files name.
 
     Both are stop ids, so the contradiction is harmless where the other model has the same one.
     """

@@ -16,7 +16,7 @@ class GuardConfig(Section):
     the run; it needs `checkpoint.every`."""
     max_beta: float = Field(default=0.1, ge=0)
     """`act`: the largest `kl.beta` that the guard sets. Above 0 the reference is loaded from the
-    start of the run, also where `kl.beta` is 0. 0: beta is not raised."""
+    start of the run, even if `kl.beta` is 0. 0: beta is not raised."""
     max_lambda: float = Field(default=1.0, ge=0)
     """`act`: the largest `mixture.lambda` that the guard sets. Above 0 every prompt needs a golden
     solution. 0: lambda is not raised."""

@@ -14,8 +14,7 @@ class SamplingConfig(Section):
 
     temperature: float = Field(default=1.0, gt=0)
     """Temperature of the rollouts and of every log-probability that the loss compares; at least
-    0.001. Golden
-    solutions are trained at temperature 1, whatever this is."""
+    0.001. Golden solutions are trained at temperature 1, whatever this is."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Probability kept by nucleus sampling. Log-probabilities use the full softmax at any value."""
     max_new_tokens: PositiveInt = 1024
@@ -120,15 +119,15 @@ class RolloutConfig(Section):
     max_staleness: int = Field(default=0, ge=0, le=MAX_STALENESS)
     """Most updates between the weights that sampled a response's first token and the update that
     trains on it. 0: on-policy. K: the rollouts of the next K steps are sampled while this step
-    trains; the `embedded` engine samples as much ahead, but not at the same time."""
+    trains; the `embedded` engine samples equally far ahead, but not at the same time."""
     partial: bool = False
     """With `max_staleness`: a response that is unfinished when the weights change continues with
     the new ones. Each token keeps the log-probability and the weight version that sampled it.
     `false`: new weights wait until every response has ended."""
     routing_replay: bool = False
-    """The forward pass of a student with experts uses the experts that the servers
-    chose for each token of a rollout. Needs `sglang`, which starts its servers for it; refused with
-    `partial`, where weights of several versions sample one response."""
+    """The forward pass of a student with experts uses the experts that the servers chose for each
+    token of a rollout. Needs `sglang`, which starts its servers for it; refused with `partial`,
+    where weights of several versions sample one response."""
     importance_correction: Literal["none", "truncated", "masked"] = "none"
     """Multiplies each token's policy-gradient weight by w = trainer's over engine's probability.
     `truncated`: min(w, threshold). `masked`: w, or 0 outside [1/threshold, threshold]."""

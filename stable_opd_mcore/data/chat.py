@@ -122,7 +122,7 @@ class Tokenizer:
 
     @cached_property
     def added_ids(self) -> frozenset[int]:
-        """Ids of the tokens that are no part of the base vocabulary."""
+        """Ids of the tokens outside the base vocabulary."""
         return frozenset(self._backend.get_added_vocab().values())
 
     @property
@@ -303,7 +303,7 @@ def stop_sources(model_dir: str | Path | None, tokenizer: Tokenizer) -> dict[str
     """The ids that each source names as the end of a response, in the order of `resolve_stop_ids`.
 
     Raises:
-        DataError: a file that is no JSON object, or an eos_token_id that is no id.
+        DataError: a file that is not a JSON object, or an eos_token_id that is not an id.
     """
     turn_end, eos = tokenizer.turn_end_id, tokenizer.eos_token_id
     sources: dict[str, tuple[int, ...]] = {"chat template": () if turn_end is None else (turn_end,)}

@@ -29,8 +29,8 @@ class PromptOrder:
 
     Args:
         per_step: slots of a step, at most num_rows.
-        step_of: the first slot of the step that a given one is in, and the first of the next step;
-            None: every step has per_step slots.
+        step_of: slot -> the first slot of its step, and of the next step; None: every step has
+            per_step slots.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class PromptSet:
         return list(map(len, self._prompts))
 
     def teacher_prompt_lengths(self) -> list[int]:
-        """Tokens of every prompt of the teacher's own; empty if it reads the student's."""
+        """Tokens of every prompt as the teacher reads it; empty if it reads the student's."""
         return list(map(len, self._teacher_prompts))
 
     def golden_lengths(self) -> list[int]:

@@ -72,7 +72,7 @@ class MeasuredResponse:
 
 
 def compression_limits(max_new_tokens: int) -> CompressionLimits:
-    """The limits for responses of at most so many tokens (docs/method.md §5)."""
+    """The limits for responses of at most `max_new_tokens` (docs/method.md §5)."""
     per_token, ratio = CHARACTERS_PER_TOKEN, RATIO
     if max_new_tokens < SMALL_BUDGET:
         per_token, ratio = SMALL_CHARACTERS_PER_TOKEN, SMALL_RATIO

@@ -97,7 +97,7 @@ def read_rollouts(
     strict: False replaces bytes that are not UTF-8, for people who read the text.
 
     Raises:
-        DataError: missing file, or a row that is no rollout; the message names line and column.
+        DataError: missing file, or a row that is not a rollout; the message names line and column.
     """
     path = Path(path)
     if not path.is_file():

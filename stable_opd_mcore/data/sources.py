@@ -123,7 +123,7 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
     """One record as a row, which may lack a solution; `place` is its file and row, for errors.
 
     Raises:
-        DataError: a missing column, an empty problem or answer, a value that is no text.
+        DataError: a missing column, an empty problem or answer, a value that is not text.
     """
     messages, answer, solution = (), None, None
     if columns.messages is None:

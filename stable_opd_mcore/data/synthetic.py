@@ -25,7 +25,7 @@ STOP, SECOND_STOP, PAD, UNUSED = "$", "!", ".", "<unused>"
 VOCABULARY = (*"0123456789+-*=;w[]#_", STOP, SECOND_STOP, PAD, UNUSED)  # 24 tokens, in id order
 PROMPT_END = "#"  # the chat template's generation prompt
 
-_EVAL_ONE_IN = 8  # one in so many problems is held out of the "train" split
+_EVAL_ONE_IN = 8  # one in this many problems is held out of the "train" split
 
 
 class ArithmeticOptions(BaseModel):

@@ -104,7 +104,7 @@ def _synthetic() -> PreTrainedTokenizerFast:
 
 
 def check_symbols(texts: Sequence[str]) -> None:
-    """Raise a DataError for a character that is no token."""
+    """Raise a DataError for a character that is not a token."""
     for text in texts:
         strange = sorted(set(text).difference(VOCABULARY))
         if strange:

@@ -1,4 +1,4 @@
-"""Which ids two tokenizers share, and which tokens have other names in the second."""
+"""Which ids two tokenizers share, and which ids have different names in them."""
 
 from dataclasses import dataclass
 

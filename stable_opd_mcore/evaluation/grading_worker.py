@@ -1,6 +1,6 @@
 """What a grading process does: math-verify's judgement of one response, or the user's.
 
-Imports the standard library and what judges only, so that a worker starts fast and holds nothing of
+Imports only the standard library and what judges, so that a worker starts fast and holds no part of
 a distributed run. Not here: the pool of workers and an item's time limit (grading.py).
 """
 
@@ -153,7 +153,7 @@ def rewarded(
 ) -> float | tuple[str, str]:
     """The user's reward in [0, 1]; else "crash" or "invalid", and why.
 
-    What is no Exception, and a lack of memory, ends the process.
+    An error that is not an Exception, and a lack of memory, end the process.
     """
     signal.setitimer(signal.ITIMER_REAL, orphan_seconds)
     try:

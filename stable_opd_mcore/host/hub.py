@@ -28,7 +28,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a text has the form owner/name and is no path of this machine."""
+    """Whether a text has the form owner/name and is not a path on this machine."""
     return bool(_HUB_ID.fullmatch(path)) and path[0] not in "./~" and not Path(path).exists()
 
 

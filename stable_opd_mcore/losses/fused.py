@@ -6,7 +6,7 @@ two GEMMs carry that to hidden states and head. Extra memory, for any N: one blo
 model, and the gradients. docs/evidence/loss.md counts bytes, launches and copies.
 
 N scored rows, C rows of a block, V columns of this rank's vocabulary shard, J looked-up columns of
-a row (the target first, then stop ids), G golden rows, H hidden size.
+a row (the target first, then stop ids), K entries of a top-K list, G golden rows, H hidden size.
 """
 
 # torch types `split` and `tolist` only in part; the results in use are cast.
@@ -152,7 +152,7 @@ class _Evaluation:
         ids_NJ = looked_up_ids(self.batch.targets_N, self.terms.stop_ids, head.vocab_size)
         if count == 0:
             return
-        golden_G = self.batch.golden_rows_G  # lies on the host, read only at another temperature
+        golden_G = self.batch.golden_rows_G  # on the host, read only if the temperature is not 1
         golden = [] if self.terms.temperature == 1 else cast("list[int]", golden_G.tolist())
         for index, batch in enumerate(split_rows(self.batch, self.block_rows)):
             start = index * self.block_rows

@@ -7,8 +7,9 @@ one pass. The gradient of each leaf by the logits is written by hand, here and i
 of an objective is not. docs/method.md §2 has the algebra. GEMMs and the loop over blocks are in
 fused.py.
 
-C rows of a block, V columns of this rank's vocabulary shard, J looked-up columns of a row (the
-target first, then stop ids), K columns of a support, G golden rows of a block.
+N rows of a micro-batch, C rows of a block, V columns of this rank's vocabulary shard, J looked-up
+columns of a row (the target first, then stop ids), K columns of a support, G golden rows of a
+block.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ whole distributions are compared, the ids are merged in every model's logits (`m
 first id takes the logsumexp of all, the others take NEVER. Shapes and ids stay as they are. The
 gradient of that outcome is then spread over its ids by the student's softmax among them.
 
-C rows of a block, V columns of this rank's shard, J looked-up columns of a row, K columns of a
-support, M models.
+N rows of a micro-batch, C rows of a block, V columns of this rank's shard, J looked-up columns of a
+row, K columns of a support, M models.
 """
 
 from __future__ import annotations

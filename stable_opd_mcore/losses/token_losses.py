@@ -7,7 +7,7 @@ tokens, with their weights. The fused path (fused.py) and the definition on whol
 (tests/losses/definitions.py) fill Rows in two ways and call these functions; autograd
 differentiates them.
 
-All tensors are [C], one number per row, or [C, K] where they are of K ids: fp32, fp64 for fp64
+All tensors are [C], one number per row, or [C, K], one per row and id: fp32, fp64 for fp64
 logits; log-probabilities in nats.
 """
 

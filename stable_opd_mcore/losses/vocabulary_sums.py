@@ -158,7 +158,7 @@ def _sum_over_shards(shards_RCS: Tensor) -> ShardSums:
     assert x.other_sum is not None and x.other_gap is not None
     assert x.student_gap is not None and x.anchor is not None
     other_max, shift_o = _highest(x.other_max)
-    # The anchor of the shard where the student's maximum lies: moving it there would cost digits.
+    # The anchor of the shard that has the student's maximum: moving it there would cost digits.
     anchor = x.anchor.gather(0, x.student_max.argmax(0, keepdim=True))[0]
     anchored, apart = shift_z + (anchor - x.anchor), shift_z - shift_o
     student_sum, student_dot, other_sum, student_gap, other_gap = (

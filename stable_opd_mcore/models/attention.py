@@ -1,7 +1,7 @@
 """Self-attention in plain torch for Megatron's layers, over packed sequences.
 
 Shapes: T packed tokens, P cells of their padded rectangles, A query heads and G key-value groups of
-this tensor rank, D head size.
+this tensor rank, D head size, H hidden size.
 
 One class replaces the forward of Megatron's SelfAttention. Sequences of similar length are attended
 to together, so nothing loops over the sequences of a micro-batch. Under context parallelism the

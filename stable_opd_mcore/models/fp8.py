@@ -1,9 +1,8 @@
 """FP8 in the products of a model's layers: which models can have it, and Megatron's settings.
 
 With Transformer Engine the products run in FP8, and a frozen model holds these weights in FP8.
-Elsewhere the torch layers round their operands to FP8 and back (fp8_emulation.py). The rules on
-sizes are those of Transformer Engine's GEMMs with either, so that a laptop refuses what a cluster
-would.
+Elsewhere the torch layers round their operands to FP8 and back (fp8_emulation.py). Both obey the
+size rules of Transformer Engine's GEMMs, so that a laptop refuses what a cluster would.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture
 
-# Both widths of a matrix on one rank, and the tokens of a micro-batch, which are summed over in the
-# product that gives the weight's gradient: transformer_engine/pytorch/utils.py
-# assert_dim_for_fp8_exec asks for 16 and 8; megatron/core/fp8_utils.py get_fp8_align_size for 16.
+# FP8 products need multiples of it in both widths of a matrix on one rank and in the tokens of a
+# micro-batch. transformer_engine/pytorch/utils.py assert_dim_for_fp8_exec asks for 16 and 8,
+# megatron/core/fp8_utils.py get_fp8_align_size for 16.
 MULTIPLE = 16
 
 

@@ -1,6 +1,8 @@
 """The model chunk that the trainer runs, from packed tokens to hidden states, and the output head.
 
 losses/ multiplies the two block by block, so logits of a whole micro-batch never exist.
+
+Suffixes of names: records.py; V rows of the head's shard.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ _TOKENIZER_FILES = (
 def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
     """Fill the chunks from the safetensors of a Hugging Face directory.
 
-    A rank reads the part of each tensor that it holds, and nothing of other stages' layers.
+    A rank reads only its part of each tensor, and no layer of other stages.
     Collective over all ranks.
 
     Raises:
@@ -218,7 +218,7 @@ class _Checkpoint:
             )
 
     def _repeats_embedding(self) -> bool:
-        """Whether the head is the embedding, by blocks of rows that lie evenly over both."""
+        """Whether the head is the embedding, by blocks of rows, evenly spaced over both."""
         head, embedding = self._view(_HEAD), self._view(_EMBEDDING)
         rows = head.get_shape()[0]
         if head.get_shape() != embedding.get_shape():

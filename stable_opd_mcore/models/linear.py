@@ -1,7 +1,7 @@
 """The products of the torch layers, which oneDNN computes in fp32 on a CPU.
 
-torch gives them to MKL, which is slower on some CPUs (BENCHMARKS.md). Gradients of weights, at
-which MKL is as fast, are added to Megatron's `main_grad` without a tensor in between.
+torch gives them to MKL, which is slower on some CPUs (BENCHMARKS.md). Weight gradients, for
+which MKL is as fast, are added directly to Megatron's `main_grad`.
 
 Shapes: T tokens, H inputs, O outputs of this rank's part of a matrix.
 """
@@ -23,7 +23,7 @@ from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.losses.output_head import announce_main_grad
 from stable_opd_mcore.models.fp8_emulation import ROUNDINGS, Rounding, fp8_linear
 
-# The operators that torch's Inductor calls in models which it has frozen.
+# The operators that torch's Inductor calls in frozen models.
 _onednn: Any = torch.ops.mkldnn
 
 
@@ -95,7 +95,7 @@ class TorchLinear:
 
 
 def emulate_fp8(chunk: Any, fp8: Fp8) -> None:
-    """Round in the layers of a chunk. Transformer Engine's do so themselves."""
+    """Make the torch layers of a chunk round to FP8; Transformer Engine's do so themselves."""
     for layer in chunk.decoder.layers:
         for module in layer.modules():
             if isinstance(module, TorchLinear):

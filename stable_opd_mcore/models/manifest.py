@@ -1,7 +1,7 @@
 """The manifest of a checkpoint directory: the size and checksum of every file in it.
 
 A rank hashes the files that it wrote while they are in its page cache, and verifies an equal share
-of all files. xxh3 finds damaged storage and broken copies; it is no protection against forgery.
+of all files. xxh3 finds damaged storage and broken copies; it does not protect against forgery.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Counted are the trained positions, tokens whose successor is a response token, s
 the same numbers (docs/method.md §5). A micro-batch with `routed_experts_TYX` replays the rollout
 engine's choices; probabilities and gradients are the trainer's own (docs/experts.md).
 
-Y layers, E experts, X chosen experts of a token, T this rank's tokens of a micro-batch.
+Y layers, E experts, X chosen experts of a token, T this rank's tokens of a micro-batch, N its rows.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def read_settings(directory: Path) -> dict[str, str]:
     """A run's settings by their dotted keys, without those of `run`; none where none are written.
 
     Raises:
-        UserError: config.resolved.yaml is no YAML mapping, or holds aliases.
+        UserError: config.resolved.yaml is not a YAML mapping, or holds aliases.
     """
     path = RunDirectory(directory).resolved
     if not path.is_file():

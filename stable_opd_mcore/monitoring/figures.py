@@ -1,8 +1,8 @@
 """The figures of the report: the metrics of each figure, and the curves of each run.
 
 metrics.yaml says which metrics a figure has. Captions say what is plotted; outcomes.py computes
-what a run did. A last figure has the metrics of no other. Curves are plain lists for JSON, which
-the page's script smooths and plots (templates/figures.js).
+what a run did. The last figure has the metrics that no other shows. Curves are plain lists for
+JSON, which the page's script smooths and plots (templates/figures.js).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from stable_opd_mcore.monitoring.names import NAMES, TABLE, Name, name_of
 
 WINDOW = 5  # steps of the trailing mean
 SMOOTH_FROM = 25  # rows from which curves are trailing means
-MAX_FAINT_RUNS = 6  # more runs than these have no single steps behind the trailing means
+MAX_FAINT_RUNS = 6  # with more runs, single steps are not plotted behind the means
 SCHEDULES = frozenset({"optimizer/lr", "kl/beta", "mixture/lambda"})  # plotted as they were set
 # Metrics of terms that a run may lack: left out where all values are 0.
 TERMS = ("loss/", "logprob/teacher", "kl/", "mixture/", "ratio/")
@@ -51,14 +51,15 @@ def style(index: int) -> dict[str, str]:
 def plot_data(
     runs: Sequence[Sequence[Row]], arms: Sequence[int] = ()
 ) -> tuple[list[dict[str, Any]], list[tuple[int, ...]]]:
-    """The figures that have values, with the metrics of no figure last; the steps of their curves.
+    """The figures that have values, and the lists of steps that their curves share.
 
-    A figure has a title, a caption, `closed` and panels. A panel has key, title, meaning, unit and
-    a curve per run that has values. A curve has its run's place in `runs`, the place of its steps
-    in the steps, which most curves share, values, the `window` of the trailing mean to plot, 1 for
-    none, and `faint`: single points are plotted behind the mean. The mean over the runs of an arm
-    is a curve with `mean`, of its first run. `arms` holds the arm of each run, whose runs are its
-    seeds; if it is empty, each run is an arm.
+        figure  title, caption, `closed`, panels
+        panel   key, title, meaning, unit, a curve of each run that has values
+        curve   place of its run in `runs`, place of its list of steps, values, `window` of the
+                trailing mean (1: none), `faint`: single points are plotted behind the mean
+
+    `arms` holds the arm of each run; the runs of an arm are its seeds. Their mean is a curve with
+    `mean`, which has the first seed's run. If `arms` is empty, each run is an arm.
     """
     figures: list[dict[str, Any]] = []
     steps: dict[tuple[int, ...], int] = {}

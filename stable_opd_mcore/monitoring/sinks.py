@@ -65,7 +65,7 @@ class Sinks:
             tracker.write(step, defined)
 
     def write_event(self, event: str, step: int, details: Mapping[str, Any]) -> None:
-        """Write a line to metrics.jsonl that is no row of metrics, as the run stands at `step`."""
+        """Write an event to metrics.jsonl, a line that is not a row of metrics, at `step`."""
         self._jsonl.write_event(event, step, details)
 
     def __enter__(self) -> Sinks:
@@ -171,7 +171,7 @@ def _drop_from(path: Path, first_step: int) -> int:
 
 
 def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """The lines with their rows and events, without a last line that is no JSON."""
+    """The lines with their rows and events, without a last line that is not JSON."""
     found: list[tuple[bytes, dict[str, Any]]] = []
     data, last_step = path.read_bytes(), -1
     lines = data.rstrip(b"\n").split(b"\n") if data.strip() else []

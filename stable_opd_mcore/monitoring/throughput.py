@@ -45,7 +45,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `time/<name>`, also if it raises."""
+        """Add the time of the block to `time/<name>`, even if it raises."""
         self._on_phase(name)
         with self.part(name):
             yield
@@ -62,9 +62,9 @@ class PhaseTimer:
     def metrics(self, num_tokens: int) -> Metrics:
         """`time/<phase>` and `time/total` in seconds, tokens per second, peak memory.
 
-        With a part "wait", in which the trainer waits for the responses of servers, also the share
-        of the step that it waits for them: there and while they take the weights ("sync"). Shares
-        of the step in which servers are idle, where clocks are given.
+        With a part "wait", in which the trainer waits for responses of servers: also the share of
+        the step spent there and in "sync", while servers take the weights. With clocks: also the
+        share of the step in which the servers are idle.
 
         `num_tokens` counts the prompt and response tokens of the step's global batch and is the
         same on every rank. The rate divides it by the ranks' mean step time.

@@ -2,7 +2,9 @@
 
 C ranks cut every packed sequence into 2C equal pieces; rank r holds pieces r and 2C-1-r, so that
 causal attention costs every rank the same. Transformer Engine and Megatron's rotary embedding use
-the same order. Targets are shifted before, because the next token may lie on another rank.
+the same order. Targets are shifted before, because the next token may be on another rank.
+
+Suffixes of names: records.py.
 """
 
 from __future__ import annotations

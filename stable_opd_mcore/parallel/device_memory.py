@@ -55,7 +55,7 @@ class DeviceMemory:
         self._offloaded = [part.name for part in parts if part.name in offloaded]
         self._on_gpu = torch.device(device).type == "cuda"
         self._moved: dict[str, list[_Moved]] = {}
-        self._hosts: dict[tuple[str, int], Tensor] = {}  # keys: storages; pinning is slow
+        self._hosts: dict[tuple[str, int], Tensor] = {}  # by storage; kept, as pinning is slow
         self._give_back: Callable[[], None] | None = None
 
     @property
@@ -86,7 +86,7 @@ class DeviceMemory:
             self._free(leaving)
 
     def bring(self, *names: str) -> None:
-        """Move these parts to the device, also while it is lent."""
+        """Move these parts to the device, even while it is lent."""
         for name in names:
             for moved in self._moved.pop(name, ()):
                 storage = moved.tensor.untyped_storage()
@@ -97,13 +97,13 @@ class DeviceMemory:
                     _bytes_of(moved.tensor).copy_(moved.host, non_blocking=True)
 
     def lend(self, give_back: Callable[[], None], *, keep: Sequence[str] = ()) -> None:
-        """Let this rank's servers use the device until the next `hold`, which calls `give_back` to
-        make them release it. Collective: returns when every rank has moved all parts but `keep` to
+        """Let this rank's servers use the device until the next `hold`, which calls `give_back`, so
+        that they release it. Collective: returns when every rank has moved all parts but `keep` to
         the host.
         """
         assert not self.is_lent, "the device is already lent"
         self.keep_only(*keep)
-        _empty_caches()  # also where no part has left
+        _empty_caches()  # even if no part has left
         self._give_back = give_back
         gather_objects(None)
 
@@ -162,7 +162,7 @@ class DeviceMemory:
 
 
 def _empty_caches() -> None:
-    """Give memory that holds nothing back to the device."""
+    """Give unused cached memory back to the device."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.get_global_memory_buffer().buffer.clear()  # sequence parallelism's
     if torch.cuda.is_initialized():

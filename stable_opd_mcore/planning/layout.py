@@ -1,6 +1,6 @@
 """How the trainer's GPUs divide into tensor, pipeline, context and data ranks.
 
-The same arithmetic as parallel/world.py, without a process group. Not here: what lies on a rank
+The same arithmetic as parallel/world.py, without a process group. Not here: what a rank holds
 (model_size.py, memory.py).
 """
 
@@ -70,7 +70,7 @@ def layout_of(parallel: ParallelConfig, gpus: int) -> Layout:
 
 
 def refusal(architecture: Architecture, parallel: ParallelConfig) -> str | None:
-    """Why the model cannot be laid out so; None where it can."""
+    """Why the model does not fit this layout; None if it does."""
     return layout_refusal(
         architecture,
         parallel.tensor,
@@ -82,7 +82,7 @@ def refusal(architecture: Architecture, parallel: ParallelConfig) -> str | None:
 
 
 def refuse_layout(role: str, architecture: Architecture, parallel: ParallelConfig) -> None:
-    """Raise a UserError where the model cannot be laid out so."""
+    """Raise a UserError if the model does not fit this layout."""
     if reason := refusal(architecture, parallel):
         raise UserError(f"the {role} does not fit the layout: {reason}")
 

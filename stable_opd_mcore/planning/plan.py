@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def remedy(self) -> str:
-        """What makes a run fit that does not."""
+        """Settings to change where the run does not fit."""
         changes = [self.choice.remedy] if self.choice.best.memory.fits else []
         if self.largest_micro_batch:
             changes.insert(0, f"train.micro_batch_tokens={self.largest_micro_batch}")

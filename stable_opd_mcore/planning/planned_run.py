@@ -185,8 +185,8 @@ class PlannedRun:
     def num_micro_batches_of(self, sequences: int) -> int:
         """One rank's micro-batches of one kind's `sequences` in an optimizer step.
 
-        As data/packing.py makes them: an interleaved pipeline reads each kind in groups of as many
-        micro-batches as it has stages.
+        As data/packing.py makes them: an interleaved pipeline reads each kind in groups, one
+        micro-batch for each stage.
         """
         needed = math.ceil(self.share(sequences) / self.micro_batch_tokens)
         group = self.layout.pipeline if self.config.parallel.virtual_pipeline else 1
@@ -215,7 +215,7 @@ def default_work(config: Config) -> Work:
 
 
 def read_models(config: Config) -> Models:
-    """Architectures of the models that lie on the trainer's GPUs."""
+    """Architectures of the models on the trainer's GPUs."""
     models = models_in_trainer(config).items()
     sizes = {name: _architecture(model, name) for name, model in models}
     student, is_self = sizes["student"], config.teacher is not None and config.teacher.is_self

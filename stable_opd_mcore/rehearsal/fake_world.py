@@ -5,6 +5,8 @@
 torch's fake process group answers every collective at once and leaves its tensors as they are. What
 other pipeline stages would send as Python objects or sizes is computed here. Not here: tensors
 (fake_tensors.py), what is run (rank.py).
+
+Letters: T tokens, E experts, C chosen experts of a token.
 """
 
 import re
@@ -103,7 +105,7 @@ def _equal_shares(tokens: int, experts: int, topk: int) -> Tensor:
 def _expert_ranks(
     local: Sequence[tuple[str, ...]], group: dist.ProcessGroup
 ) -> dict[tuple[str, ...], int]:
-    """Replaces `models.weights._expert_ranks`: every rank holds as many experts, in order."""
+    """Replaces `models.weights._expert_ranks`: all ranks hold equally many experts, in order."""
     numbers = {int(found[1]) for names in local if (found := _EXPERT.search(names[0]))}
     ranks: dict[tuple[str, ...], int] = {}
     for rank in range(group.size()):

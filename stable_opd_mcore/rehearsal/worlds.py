@@ -148,8 +148,8 @@ def longest_work(config: Config, student: Architecture) -> Work:
 def with_few_prompts(run: PlannedRun) -> PlannedRun:
     """One prompt a minibatch, with as many responses as fill the pipeline's micro-batches.
 
-    Later micro-batches take the same memory. Supervised fine-tuning has one sequence a prompt, and
-    so as many prompts. The budget becomes what whole sequences fill of it. Nothing is offloaded:
+    Later micro-batches take the same memory. Supervised fine-tuning has one sequence a prompt, so
+    it gets more prompts. The budget becomes what whole sequences fill of it. Nothing is offloaded:
     fake storages cannot move to the host.
     """
     config, layout = run.config, run.layout

@@ -15,10 +15,10 @@ of padding until all have finished.
 
 `prefetch` decodes at once, in the trainer's own process: it saves no time, but rollouts are as old
 as those of servers would be, and the same in every run. A response that continues after an update
-is decoded anew from its prompt and tokens, so the new weights read its old tokens.
+is decoded again from its prompt and tokens, so the new weights read its old tokens.
 
-Letters: P prefixes, R rollouts of one batch, B rows still running, L new tokens, T prefix cells, H
-hidden size, D half the size of a head, V vocabulary.
+Letters: P prefixes, R rollouts of one batch, B rows still running, L new tokens, T tokens of a
+row in one forward pass, H hidden size, D half the size of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -272,8 +272,8 @@ class EmbeddedEngine(RolloutEngine):
                 return tokens_B, logprobs_B
             sampled_2B = torch.stack((tokens_B.double(), logprobs_B.double()))
         # Sample on one rank and broadcast, because other ranks may round differently.
-        source = (self.world.pipeline_size - 1) * self.world.tensor_size
-        dist.broadcast(sampled_2B, group=self.world.model_group, group_src=source)
+        last_stage = (self.world.pipeline_size - 1) * self.world.tensor_size
+        dist.broadcast(sampled_2B, group=self.world.model_group, group_src=last_stage)
         return sampled_2B[0].long(), sampled_2B[1].float()
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ Layers therefore run without the wrappers of Megatron's model (dropout, biases, 
 context), and torch's linear layers without autograd functions.
 
 Shapes: T new tokens of B rows, H hidden size, G key-value groups of this tensor rank with R query
-heads each, D head size.
+heads each, D head size, E = D times the query heads of this tensor rank.
 """
 
 from __future__ import annotations

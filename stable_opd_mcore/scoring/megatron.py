@@ -41,8 +41,8 @@ class MegatronScorer(Scorer):
     top_k: int | None = None  # also keep the K most probable tokens and their log-probabilities
     merged_ids: tuple[int, ...] = ()  # stop ids that are one entry of this list
     hidden_only: bool = False  # return only hidden_NH, for losses over the full vocabulary
-    # the model's head where its shards have been cut anew, at the student's vocabulary entries
-    # (align_head); None: as Megatron cuts it
+    # the model's head, if its shards were cut again at the student's boundaries (align_head);
+    # None: as Megatron cuts it
     head: Head | None = None
     # a context for the forward pass of each micro-batch
     around: Callable[[MicroBatch], AbstractContextManager[None]] = lambda _: nullcontext()

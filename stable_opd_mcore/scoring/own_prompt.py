@@ -1,4 +1,4 @@
-"""A teacher that reads another prompt than the student: `teacher.prompt`.
+"""A teacher whose prompt differs from the student's: `teacher.prompt`.
 
 The student's response follows the teacher's prompt token for token. So the teacher has sequences of
 its own lengths, packed into micro-batches of its own, and its scores are moved back to the rows of

@@ -26,7 +26,7 @@ _TCP_KEEPALIVE = (
 )
 _READ_BYTES = 2**20
 _MAX_PAUSE_SECONDS = 2.0
-# This machine, not the server, lacks something for a moment
+# A passing shortage on this machine, not on the server
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 
@@ -125,7 +125,7 @@ async def _connected(url: str, path: str) -> tuple[asyncio.StreamReader, asyncio
     try:
         async with asyncio.timeout(timeouts.CONNECT):
             return await asyncio.open_connection(parts.hostname, port, ssl=tls, limit=_READ_BYTES)
-    except TimeoutError as error:  # before OSError, of which it is one
+    except TimeoutError as error:  # first, because it is an OSError too
         detail = f"{path}: no connection within {timeouts.CONNECT:g} s"
         raise ServerFailure(url, "timeout", detail, transient=True) from error
     except OSError as error:

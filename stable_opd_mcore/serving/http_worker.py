@@ -178,7 +178,7 @@ class Worker:
 def main(file: int) -> None:
     for name in _IGNORED:  # they are for the trainer, whose end ends this process
         signal.signal(name, signal.SIG_IGN)
-    gc.set_threshold(200_000)  # a reply has as many lists, and none in a circle
+    gc.set_threshold(200_000)  # a reply has that many lists, and no cycles
     channel = Connection(file)
     try:
         num_files = max_open_files()

@@ -32,7 +32,7 @@ class IdleClock:
 
     @contextmanager
     def busy(self, servers: Sequence[str]) -> Iterator[None]:
-        """The servers have something to do while the block runs, also if it raises."""
+        """The servers have something to do while the block runs, even if it raises."""
         for server in servers:
             self.count(server, 1)
         try:

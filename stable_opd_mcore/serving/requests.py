@@ -115,7 +115,7 @@ class Generation(Request[Completion]):
     vocab_size: int  # no id at or above it is sent or accepted
     padded_vocab_size: int = 0  # rows of the served model; ids from vocab_size on are not sampled
     routing: Routing | None = None  # ask for the experts that the server chose
-    num_sampled: int = 0  # so many token_ids, the last ones, begin the response
+    num_sampled: int = 0  # how many of token_ids, at their end, begin the response
 
     @property
     def max_reply_bytes(self) -> int:
@@ -145,7 +145,7 @@ class Generation(Request[Completion]):
         }
 
 
-UNUSED_POSITIONS = 7  # SGLang refuses sequences that are longer than its window less these
+UNUSED_POSITIONS = 7  # SGLang refuses sequences longer than its window minus these
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,8 @@ A request waits while _MAX_IN_FLIGHT others are in flight. What its reply does:
              | `patience_seconds`
 
 A lost teacher answers nothing more: `wait` returns None, the futures raise TeacherLost.
+
+Letters: L tokens of a response, K entries of a top-K list.
 """
 
 from __future__ import annotations
@@ -189,7 +191,7 @@ class ServedTeacher:
                         f"{_SELF_TEST_TOLERANCE:g}): other weights, another precision, or a server "
                         "that is not deterministic; serve the same model in the same way everywhere"
                     )
-        self.idle = IdleClock(self._urls)  # a test is no part of a step
+        self.idle = IdleClock(self._urls)  # a test does not belong to a step
         return largest
 
     def _require_within_vocabulary(self, url: str, scores: SequenceScores) -> None:

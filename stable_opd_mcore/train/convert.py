@@ -25,8 +25,8 @@ def convert(
         tokenizer: holds the tokenizer and the generation settings; None: `source`.
 
     Raises:
-        UserError: `target` exists or cannot be made, `source` is no model directory, or there is no
-            tokenizer.
+        UserError: `target` exists or cannot be made, `source` is not a model directory, or there is
+            no tokenizer.
     """
     require_new_directory(target)
     if not source.is_dir():
@@ -41,7 +41,7 @@ def convert(
         )
     architecture = read_architecture(source)
     dtype = architecture.source.get("dtype") or architecture.source.get("torch_dtype")
-    # The files count in Hugging Face's form: config.json may name another type than they have.
+    # In Hugging Face's form the files decide: config.json may name a type that they do not have.
     dtypes = {dtype} if is_megatron(source) else stored_dtypes(source)
     precision = "bf16" if dtypes <= {"bfloat16", "BF16"} else "fp32"
     world = start_world(ParallelConfig(tensor=tensor, pipeline=pipeline), seed=0)

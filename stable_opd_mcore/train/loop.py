@@ -72,7 +72,7 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
     """Train to the last step, from the newest checkpoint if there is one; return the run directory.
 
     Args:
-        accept_changes: resume with other settings than the checkpoints were trained with.
+        accept_changes: resume with settings that differ from those of the checkpoints.
 
     Raises:
         Stopped: a signal stopped the run between two steps; a checkpoint is saved.

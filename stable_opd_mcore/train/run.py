@@ -25,7 +25,7 @@ from stable_opd_mcore.train.student import Student
 @dataclass(frozen=True)
 class Run:
     """A step changes weights and optimizer of the student, weights that follow it (`moving`),
-    what the engine holds, and what lies on the device (`memory`).
+    what the engine holds, and what is on the device (`memory`).
     """
 
     config: Config
@@ -39,7 +39,7 @@ class Run:
     moving: Mapping[str, MovingWeights]  # "reference", "teacher": those that follow the student
     behaviour: Scorer | None  # scores with the student's weights from before the step's updates
     overlap: OverlapPair | None  # student and teacher, scored for the overlap/* and stop/* metrics
-    memory: DeviceMemory  # what of all these lies on the device
+    memory: DeviceMemory  # which of all these are on the device
     engine: RolloutEngine
     held_out_engine: RolloutEngine | None  # samples evaluations where `engine` replays a run
     sampling: Sampling
@@ -48,11 +48,11 @@ class Run:
     held_out: PromptSet | None
     order: PromptOrder | SourceOrder
     grader: Grader
-    phase: Callable[[str], object] = lambda _: None  # is told what the run does now
+    phase: Callable[[str], object] = lambda _: None  # receives what the run does now
 
     @property
     def idle_clocks(self) -> dict[str, IdleClock]:
-        """Those of rollout servers and of a served teacher's, by the metric that they give."""
+        """The clocks of rollout servers and of a served teacher, by their metric."""
         clocks = {
             "perf/servers_waited": self.engine.idle,
             "perf/teacher_waited": self.served_teacher and self.served_teacher.idle,

@@ -159,7 +159,7 @@ def pack_minibatch(run: Run, minibatch: Minibatch) -> list[MicroBatch]:
 def correct_mismatch(
     run: Run, scored_batches: Sequence[Sequence[MicroBatch]]
 ) -> tuple[Sequence[Sequence[MicroBatch]], Metrics]:
-    """Account for rollouts whose engine had other probabilities than the student has now.
+    """Account for rollouts whose engine had probabilities that differ from the student's now.
 
     rollout.importance_correction multiplies their token weights. Without it, stale rollouts
     (rollout.max_staleness) use the engine's log-probabilities as the old policy's.

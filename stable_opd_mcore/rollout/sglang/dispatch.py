@@ -48,7 +48,7 @@ from stable_opd_mcore.serving.requests import Call, Completion
 
 _ABORT_ALL = Call("POST", "/abort_request", {"rid": "", "abort_all": True})
 _ABORT_SECONDS = 0.2  # between two aborts of what is still in flight
-# A server that has computed the prompt is preferred with up to so many more responses in flight
+# A server that has computed the prompt is preferred with up to this many more responses in flight
 _SPARED = 4
 
 

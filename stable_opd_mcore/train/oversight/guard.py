@@ -26,11 +26,11 @@ from stable_opd_mcore.monitoring.onset import (
 
 ActionName = Literal["warned", "recovered", "raised", "rolled_back", "stopped"]
 Measure = Literal["none", "raised", "stopped"]
-PATIENCE = 10  # steps for a measure to take effect, and without symptoms until measures end
+PATIENCE = 10  # steps that a measure gets to help; also steps without symptoms until measures end
 RELAX_STEPS = 50  # without symptoms, until what the guard added to beta and lambda has halved
 MAX_ROLLBACKS = 2
 FIRST_SHARE = 0.25  # share of max_beta and max_lambda at the first raise; each further step doubles
-NEGLIGIBLE = 0.01  # share of max_beta and max_lambda; what has decayed below is 0
+NEGLIGIBLE = 0.01  # share of max_beta and max_lambda; what has decayed below it is 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class GuardState:
     rollbacks: int = 0
     must_roll_back: bool = False  # decided and not yet carried out
     healthy_save: int | None = None  # step of the checkpoint to return to
-    recent_save: int | None = None  # becomes it if the run stays healthy
+    recent_save: int | None = None  # becomes healthy_save if the run stays healthy
 
     @property
     def kept_saves(self) -> frozenset[int]:
@@ -139,7 +139,7 @@ def _without_symptoms(
 ) -> tuple[GuardState, list[Action]]:
     state = replace(state, quiet=state.quiet + 1)
     actions: list[Action] = []
-    if state.quiet > onset.WINDOW:  # the recent means may have begun anew
+    if state.quiet > onset.WINDOW:  # after a rollback the recent means have begun again
         state = replace(state, **_relaxed(config, state))
     if state.quiet >= PATIENCE and (state.warned or state.measure != "none"):
         actions.append(Action("recovered", {"beta": state.beta, "lambda": state.lambda_}))

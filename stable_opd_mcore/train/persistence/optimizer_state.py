@@ -53,7 +53,7 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
         return
     row = prod(shape[1:])
     first, last = -(-begin // row), end // row  # the whole rows are [first, last)
-    if first > last:  # all of it lies inside one row
+    if first > last:  # all of it is inside one row
         yield from _in_row(shape, last, begin - last * row, end - last * row)
         return
     yield from _in_row(shape, first - 1, begin - (first - 1) * row, row)

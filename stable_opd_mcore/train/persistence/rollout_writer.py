@@ -37,7 +37,7 @@ def write_together(
 
     Args:
         rollouts: this data-parallel rank's, those of a prompt one after the other.
-        limit: write only so many, the first ones.
+        limit: write only this many, the first ones.
     """
     if dist.get_rank(world.model_group):
         return  # the first rank of the replica holds the same
