@@ -1,7 +1,7 @@
 """Errors that the user fixes: the command shows the message without a traceback and exits with 2.
 
 Every message names the file, row or key, what was expected and the remedy. Anything else that
-rises, torch's own ValueError included, is a defect of this project and keeps its traceback.
+is raised, torch's own ValueError included, is a defect of this project and keeps its traceback.
 """
 
 

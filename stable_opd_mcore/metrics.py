@@ -83,11 +83,11 @@ class Same:
 
 @dataclass(frozen=True)
 class Quantile:
-    """A quantile of integers, linear between neighbours as in numpy; None of no integers."""
+    """A quantile of integers, linear between neighbours as in numpy; None without any."""
 
     share: float
     values: tuple[int, ...]
-    counts: tuple[int, ...]  # how often each of `values` occurs; a value may stand twice
+    counts: tuple[int, ...]  # how often each of `values` occurs; a value may be listed twice
 
     def __add__(self, other: Quantile) -> Quantile:
         if self.share != other.share:

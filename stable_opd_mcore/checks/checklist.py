@@ -113,7 +113,7 @@ def check_pair(student: str, teacher: str) -> Report:
 
 
 def check_models(student: ModelFiles, teacher: ModelFiles) -> Report:
-    """Two models whose directories are read; the loss merges their stop ids, as is its default."""
+    """Two models whose directories are read; the loss merges their stop ids, its default."""
     pair = Pair(student, teacher, shared_stop_ids(student.stop_ids, teacher.stop_ids))
     findings = [
         finding("no-settings", place=model.place, role=model.role)

@@ -18,7 +18,7 @@ from stable_opd_mcore.run_inputs import (
 
 
 def layout(inputs: RunInputs) -> None:
-    """Models that do not fit these ranks, also in FP8; expert ranks without experts; GPUs that the
+    """Models that do not fit these ranks, in FP8 too; expert ranks without experts; GPUs that the
     ranks do not divide.
     """
     config, parallel, place = inputs.config, inputs.config.parallel, inputs.place

@@ -67,8 +67,8 @@ class once(Generic[T]):
 class RunInputs:
     """A run's config, and what the files that it names say.
 
-    Hub ids of its models are downloaded first, as `train` does. The parts of a model that is not
-    there raise why it is not.
+    Hub ids of its models are downloaded first, as `train` does. The parts of a missing
+    model raise the error that says why it is missing.
 
     Without a `place`, memory and servers are not checked. `accept_changes` is --accept-changes.
     """
@@ -199,7 +199,7 @@ class RunInputs:
 
     @property
     def teacher_example(self) -> str | None:
-        """teacher.prompt of the same problem; None without, or where `train` refuses the rows."""
+        """teacher.prompt of the same problem; None without one, or if `train` refuses the rows."""
         try:
             own, ids = self.prompts.teacher, self.prompts[0].teacher_token_ids
         except UserError:

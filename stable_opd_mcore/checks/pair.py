@@ -15,7 +15,7 @@ from stable_opd_mcore.data.chat import Tokenizer, stop_sources
 from stable_opd_mcore.data.vocabulary import RenamedToken, same_vocabulary
 from stable_opd_mcore.models.families import read_fields
 
-EXAMPLE = "1+1"  # which the synthetic tokenizer can encode too
+EXAMPLE = "1+1"  # a problem that the synthetic tokenizer can encode too
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Findings as text for a terminal and as JSON.
 
-Names and templates come from files of others, so control characters are shown as escapes.
+Names and templates come from other people's files, so control characters are shown as escapes.
 """
 
 import json
@@ -32,7 +32,7 @@ class Report:
         return tuple(finding for finding in self.findings if finding.severity == "error")
 
     def without_errors(self) -> str:
-        """Facts, warnings and notes, for a run whose errors are shown otherwise."""
+        """Facts, warnings and notes, for a run whose errors are shown elsewhere."""
         shown = [finding for finding in by_severity(self.findings) if finding.severity != "error"]
         return "\n".join([*map(printable, self.facts), *map(finding_text, shown)])
 

@@ -1,6 +1,6 @@
 """Lengths and sampling: windows, rotary base, top-p, vocabulary sizes of the models of a config.
 
-The temperature against a served teacher is refused by the schema, which this list shows as it is.
+The schema refuses a temperature that a served teacher cannot score at; this list shows its message.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _USUAL_THETA, _USUAL_WINDOW = 10_000.0, 4096
 
 
 def student_window(inputs: RunInputs) -> Iterator[Finding]:
-    """Responses that leave no prompt in the student's window."""
+    """Responses that leave no room for a prompt in the student's window."""
     window, response = inputs.architecture.max_positions, inputs.config.sampling.max_new_tokens
     if inputs.objective.needs_rollouts and response >= window:
         described = _window(inputs.architecture)
@@ -74,7 +74,7 @@ def embedding_rows(inputs: RunInputs) -> None:
 
 
 def support(inputs: RunInputs) -> None:
-    """More of the most probable tokens than there are; `train` refuses them."""
+    """An objective.top_k above the number of tokens; `train` refuses it."""
     refuse_long_support(inputs.objective, inputs.tokenizer.vocab_size)
 
 

@@ -1,6 +1,6 @@
 """Chat templates: an absent one, prompts that differ, thoughts that a template opens.
 
-Rendered, not read: what counts is the text that a template makes.
+Templates are rendered, not read: what counts is the text that one makes.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def different_prompts(pair: Pair) -> Iterator[Finding]:
 
 
 def thought_tokens(pair: Pair) -> Iterator[Finding]:
-    """Marks of thoughts that the two models encode differently."""
+    """`<think>` and `</think>`, where the two models encode them differently."""
     if pair.teacher is None or not pair.has_two_tokenizers:
         return
     for mark in THOUGHT_MARKS:
@@ -61,7 +61,7 @@ def opened_thoughts(pair: Pair) -> Iterator[Finding]:
 
 
 def different_endings(pair: Pair) -> Iterator[Finding]:
-    """What stands between the user's message and the response, with teacher.prompt."""
+    """Different text between the user's message and the response, with teacher.prompt."""
     if not pair.has_own_prompt or any(opened_thoughts(pair)):
         return
     prompts = (m.tokenizer.render_prompt(EXAMPLE) for m in pair.models)

@@ -52,7 +52,7 @@ class SourceConfig(Section):
     """Split of a data set or of the synthetic task; files have none."""
     columns: ColumnsConfig = ColumnsConfig()
     limit: PositiveInt | None = None
-    """Take only the first rows, this many."""
+    """Number of rows to take, the first ones; `null`: all."""
     options: dict[str, Any] = Field(default={})
     """`synthetic:arithmetic`: the fields of `ArithmeticOptions` in data/synthetic.py. A hub id:
     `configuration`."""

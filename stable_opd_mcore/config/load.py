@@ -84,7 +84,7 @@ def _drop_other_forms(under: DictConfig, over: Mapping[str, Any]) -> None:
 
 
 def _parse_override(override: str) -> DictConfig:
-    """The override as settings; what YAML would drop as a comment (" # ...") makes it text."""
+    """The override as settings; one with what YAML takes for a comment (" # ...") is text."""
     key, _, value = override.partition("=")
     try:
         ends: list[int] = [

@@ -1,7 +1,7 @@
 """Every setting of a run, in one frozen, typed tree. Loads without torch.
 
 One owner per value: the temperature is in `sampling`, the reference's weight in `kl.beta`, the stop
-ids of a model in its own section. Relations between settings are checked where both are in sight.
+ids of a model in its own section. Relations between settings are checked where both are known.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class Config(Section):
 
     @property
     def teacher_model(self) -> ModelConfig | None:
-        """Whose files the teacher has: its own, or the student's where it teaches itself."""
+        """The model whose files the teacher uses: its own, or the student if it teaches itself."""
         return self.student if self.teacher and self.teacher.is_self else self.teacher
 
     @property

@@ -34,7 +34,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _not_absurd(cls, value: Any, info: ValidationInfo) -> Any:
-        """A number that no run can mean is refused here, not as memory that is not there."""
+        """Refuse an absurdly large number here, before it fails as missing memory."""
         name = info.field_name or ""
         largest = _LARGEST_SEED if name == "seed" else _LARGEST
         counts = type(value) is int or name.endswith("_minutes")

@@ -167,7 +167,7 @@ class CheckpointConfig(Section):
 COLLECTIVE_TIMEOUT_MINUTES = 24 * 60
 """Longest wait in a collective. It must be far above the watchdog's limit. The watchdog names the
 rank that hangs; a collective that times out earlier ends ranks that only wait for that rank."""
-LONGEST_WAIT_MINUTES = 40  # that a run waits for silent servers, by serving/timeouts.py
+LONGEST_WAIT_MINUTES = 40  # a run's longest wait for silent servers, see serving/timeouts.py
 _LARGEST_LIMIT_MINUTES = COLLECTIVE_TIMEOUT_MINUTES / 4
 
 

@@ -3,7 +3,7 @@
 Texts are compared without case, spaces, punctuation and LaTeX's formatting. A problem is
 contaminated if
   - it equals a benchmark problem ("exact"), or
-  - 13 words in a row also stand in a benchmark problem ("13-gram"), or
+  - 13 words in a row also occur in a benchmark problem ("13-gram"), or
   - it contains a whole benchmark problem of 8 to 12 words ("whole problem").
 Shorter benchmark problems are found only if they are equal. Solutions are not compared.
 """
@@ -33,7 +33,7 @@ _PUNCTUATION = re.compile(r"[\s$\\{}()\[\],;:?'\"`~&_#]+|\.(?!\d)")
 
 @dataclass(frozen=True)
 class Match:
-    """Where a problem stands in a benchmark."""
+    """The place of a problem in a benchmark."""
 
     benchmark: str
     row_id: str  # the benchmark problem's

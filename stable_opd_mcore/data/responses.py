@@ -167,7 +167,7 @@ def version_metrics(
 
     `perf/staleness_<n>`: share of responses by the weights of their first token.
     `perf/continued_share`: share of responses that weights of several versions sampled.
-    `rollout/mixed_groups`: share of prompts whose responses have not all the same versions.
+    `rollout/mixed_groups`: share of prompts whose responses do not all have the same versions.
 
     trained_version is that of the weights that the step updates, max_staleness the largest n.
     """

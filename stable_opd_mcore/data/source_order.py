@@ -1,4 +1,4 @@
-"""The order of prompts of several sources: each slot takes the source that lacks most.
+"""The order of prompts of several sources: each slot takes the source furthest behind its share.
 
 The n-th slot of a run, from 0, takes the source s with the largest w_s (n + 1) - (its slots so
 far), or the first of several; w_s is its share of the weights.
@@ -20,7 +20,7 @@ class SourceOrder:
 
     Args:
         sizes: rows of each source, by its name.
-        per_step: slots of a step, in which no row stands twice.
+        per_step: slots of a step, in which no row occurs twice.
 
     Raises:
         UserError: a step could need more rows of a source than there are.

@@ -2,7 +2,7 @@
 
 A problem "2+1+0-3*4" is computed from left to right modulo 5, one step at a time, and the answer
 ends the response: "2+1=3;3+0=3;3-3=0;0*4=0;[0]". A step may be re-checked any number of times:
-"2+1=3;w2+1=3;". `unknown` facts have a random result, another one each time: a model that is
+"2+1=3;w2+1=3;". `unknown` facts have a random result, a different one each time: a model that is
 trained on them lacks these facts.
 
 Not a benchmark of reasoning: a two-layer model learns the task on a laptop in a minute.
@@ -99,7 +99,7 @@ def is_held_out(problem: str) -> bool:
 
 
 def is_unknown(options: ArithmeticOptions, left: int, operator: str, operand: int) -> bool:
-    """Whether documents give this fact a random result, each time another; fixed by the seed."""
+    """Whether documents give this fact a random result, each time a new one; the seed decides."""
     if not options.unknown:
         return False
     return random.Random(f"{options.seed}/{left}{operator}{operand}").random() < options.unknown

@@ -32,7 +32,7 @@ class ArmSummary:
     outcome: Outcome
 
     def record(self) -> dict[str, Any]:
-        """The arm as it stands in summary.json: flat, with the names of the outcome's fields."""
+        """The arm's record in summary.json: flat, with the names of the outcome's fields."""
         return {"arm": self.arm, "seed": self.seed} | asdict(self.outcome)
 
 

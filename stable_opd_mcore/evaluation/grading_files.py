@@ -43,7 +43,7 @@ class FileGradingSettings:
     tokenizer: str | None = None  # model directory; makes the token ids of rows that have none
     max_length: int | None = None  # length budget, in tokens, or in characters without tokens
     tail_characters: int | None = None  # None: as in a run with this budget, at most 10,000
-    ratio: float | None = None  # None: as in such a run, 10 without a budget
+    ratio: float | None = None  # None: as in a run with this budget, 10 without one
     timeout_seconds: float = 10.0
     workers: int | None = None  # None: one for each core
 

@@ -33,7 +33,7 @@ _FINISH_REASONS: dict[str, FinishReason] = {
     **dict.fromkeys(("length", "max_tokens", "max_length", "truncated"), "length"),
     **dict.fromkeys(("abort", "cancelled", "error"), "abort"),
 }
-# Columns of a run's rollouts and evaluations, which also have the marking one. In other files these
+# Columns that are read only in files of a run, which also have _MARK_OF_A_RUN. In other files these
 # names may mean anything.
 _OF_A_RUN = ("answer_format", "opens_thinking")
 _MARK_OF_A_RUN = "prompt_token_ids"

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from stable_opd_mcore.data.responses import MeasuredResponse, ResponseTotals
 from stable_opd_mcore.host.printable_text import printable_line, shortest_end
 
-NUM_LISTED = 20  # rows of each of these kinds
+NUM_LISTED = 20  # rows of each kind in _LISTED
 _LISTED = {
     "right_in_loop": "{} right responses hold the gold answer, but loop until their budget ends",
     "refused": "{} of {num_rows} rows refused",

@@ -1,4 +1,4 @@
-"""Read the JSON object in a file or a line of others: every fault is one message."""
+"""Read the JSON object in someone else's file or line: every fault is one message."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def object_in_line(line: bytes | str, place: str) -> dict[str, Any]:
 
 
 def _object(text: bytes | str, place: str, remedy: str) -> dict[str, Any]:
-    """json and not orjson, which refuses half an emoji; a decoder may leave one."""
+    """Parsed by json: orjson refuses half an emoji, which a decoder may leave."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # no JSON, not UTF-8, nested too deep

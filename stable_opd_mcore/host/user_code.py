@@ -28,7 +28,7 @@ class UserFunction:
     source: bytes  # the whole file
 
     def module(self) -> ModuleType:
-        """The imported file. Whatever it raises rises."""
+        """The imported file; raises whatever the file raises."""
         return _imported(self.path, self.source)
 
     def load(self) -> Callable[..., Any]:

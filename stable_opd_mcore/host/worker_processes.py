@@ -6,7 +6,7 @@ import threading
 
 
 def end_with_parent() -> None:
-    """End this process once its parent has ended, also by a signal that cannot be caught.
+    """End this process once its parent has ended, even by a signal that cannot be caught.
 
     For processes that `multiprocessing` started; nothing happens in others. Nothing is cleaned up:
     the process ends as by SIGKILL, with exit code 1.

@@ -173,7 +173,7 @@ def _write_error(error: BaseException) -> str | None:
 
 
 def _bytes_of(tree: dict[str, Any]) -> int:
-    """Bytes of the files that this rank writes, about."""
+    """The approximate size of the files that this rank writes."""
     return sum(
         item.data.nbytes + _BYTES_PER_TENSOR
         for item in nested_values(tree)

@@ -48,7 +48,7 @@ def block_scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _round_trip(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 x, times `scale` in FP8 and back. Too large values become the largest."""
+    """fp32 x, times `scale` in FP8 and back. Larger values than FP8 has become its largest."""
     largest = torch.finfo(dtype).max
     return (x * scale).clamp(-largest, largest).to(dtype).float() * scale.reciprocal()
 

@@ -35,7 +35,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors")  # kinds of files of weights
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_BLOCKS, _ROWS = 16, 64  # what of the head is compared with a tied embedding
+_BLOCKS, _ROWS = 16, 64  # parts of the head that are compared with a tied embedding
 _DTYPES = ("F32", "BF16", "F16", "F64")  # safetensors' names
 _TOKENIZER_FILES = (
     "tokenizer.json",

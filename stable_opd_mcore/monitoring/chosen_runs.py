@@ -25,7 +25,7 @@ from stable_opd_mcore.monitoring.sinks import read_run
 
 RESULT_FILES = "evaluation/*/results.json"  # a run's evaluated models
 SEEDS = re.compile(r"train\.seed|data\.\w+\.options\.seed")  # differ between an arm's runs
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if installed
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _in_common(names: Sequence[str]) -> str:
 
 
 def read_settings(directory: Path) -> dict[str, str]:
-    """A run's settings by their dotted keys, without those of `run`; none where none are written.
+    """A run's settings by their dotted keys, without those of `run`; empty if it wrote none.
 
     Raises:
         UserError: config.resolved.yaml is not a YAML mapping, or holds aliases.
@@ -155,7 +155,7 @@ def read_settings(directory: Path) -> dict[str, str]:
 
 
 def whole_number(settings: dict[str, str], key: str) -> int | None:
-    """A setting that is a number; None where it is missing or none."""
+    """A setting that is a number; None if it is missing or not a number."""
     text = settings.get(key, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else None
 

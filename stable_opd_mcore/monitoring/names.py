@@ -50,7 +50,7 @@ NAMES = _all_names()
 
 
 def name_of(key: str) -> Name | None:
-    """Meaning and unit of a metric; None of an unknown one."""
+    """Meaning and unit of a metric; None for an unknown one."""
     area, _, rest = key.partition("/")
     if area in ("source", "teacher") and "/" in rest:
         entry = TABLE["sources"].get(rest.rpartition("/")[2])

@@ -10,8 +10,8 @@ from typing import Any
 
 from stable_opd_mcore.host.printable_text import printable
 
-MAX_LINES = 12  # one event shows
-MAX_CHARACTERS = 200  # one detail shows
+MAX_LINES = 12  # lines of one event
+MAX_CHARACTERS = 200  # characters of one detail
 MAX_DEPTH = 3  # mappings and lists inside each other
 ARROW = "\N{RIGHTWARDS ARROW}"
 

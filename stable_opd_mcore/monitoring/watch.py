@@ -82,7 +82,7 @@ class WatchServer(ThreadingHTTPServer):
         return named_runs(self._given)
 
     def page(self) -> bytes:
-        """The page as the files are now; what is wrong with them stands in it."""
+        """The page as the files are now; it says what is wrong with them."""
         with self._lock:
             version = self.version()
             if self._page[0] != version:
@@ -90,7 +90,7 @@ class WatchServer(ThreadingHTTPServer):
             return self._page[1]
 
     def version(self) -> str:
-        """Another text whenever a file that the page shows has changed."""
+        """A text that changes whenever a file that the page shows changes."""
         stamps = [
             (path, _stamp(path))
             for run in self.runs
@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._json(HTTPStatus.OK, answers[path](values))
             else:
                 self._json(HTTPStatus.NOT_FOUND, {"error": "no such page"})
-        except UserError as error:  # a request of no page of this server, or a malformed file
+        except UserError as error:  # a page that this server does not have, or a malformed file
             self._json(HTTPStatus.BAD_REQUEST, {"error": str(error)})
         except OSError as error:  # a file that is being replaced
             self._json(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)})
@@ -195,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def run_state(run: ReportRun) -> dict[str, Any]:
-    """Where a run stands: its steps, seconds since the last one, and seconds that are left.
+    """A run's progress: its steps, seconds since the last one, and seconds that are left.
 
     `steps` are those with rollouts. A run without a finished step has `step` None. Nothing says
     whether a process still trains it.

@@ -37,7 +37,7 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """The rewritten module of Megatron; None, which leaves the import to Python, otherwise."""
+        """The rewritten module of Megatron; else None, which leaves the import to Python."""
         if fullname.partition(".")[0] != "megatron":
             return None
         from stable_opd_mcore.parallel import megatron_cpu

@@ -41,7 +41,7 @@ def run_forward_backward(
     Returns:
         The results in micro-batch order on the last pipeline stage, an empty list elsewhere.
     """
-    # Every rank has at least one, which may be empty: packing sees to it.
+    # Every rank has at least one, which may be empty: packing ensures it.
     assert microbatches and len(microbatches) % world.microbatch_multiple == 0, len(microbatches)
 
     def step(source: Iterator[MicroBatch], chunk: Module) -> tuple[Tensor, LossFunction]:

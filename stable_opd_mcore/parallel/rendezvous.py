@@ -70,7 +70,7 @@ def _number(name: str, lowest: int, highest: int) -> int:
 
 
 def _wait(absent: Callable[[timedelta], str], timeout: timedelta) -> None:
-    """Log, and at last raise, who `absent` says is still missing after so much patience."""
+    """Wait for what `absent` finds missing within a time: log it once, then raise."""
     if who := absent(_LOG_AFTER):
         _log.warning("%s; waiting up to %s", who, timeout)
         if who := absent(timeout - _LOG_AFTER):

@@ -308,7 +308,7 @@ def _local_gpu() -> int:
 
 
 def ranks_on_this_machine() -> int:
-    """All machines have equally many; without the launcher's word all ranks are on this one."""
+    """All machines have equally many; without the launcher's variable all ranks are on this one."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 

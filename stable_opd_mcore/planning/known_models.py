@@ -1,7 +1,7 @@
 """The published config.json of the models that the shipped configs name (known_models.yaml).
 
 `plan` and `rehearse` need a model's sizes and no weights, so they also work where the models are
-not downloaded. A directory that exists always counts more than this table. For a hub id that
+not downloaded. An existing directory takes precedence over this table. For a hub id that
 is not in it, only config.json is downloaded, or read from the hub's cache.
 """
 
@@ -18,7 +18,7 @@ from stable_opd_mcore.host.hub import download, is_hub_id
 
 
 def models_in_trainer(config: Config) -> dict[Fp8Role, ModelConfig]:
-    """The student, and a teacher of other files that no server holds."""
+    """The student, and a teacher with other files if no server holds it."""
     models: dict[Fp8Role, ModelConfig] = {"student": config.student}
     teacher = config.teacher
     if teacher is not None and not teacher.is_served and not teacher.is_self:

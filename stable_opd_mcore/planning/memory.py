@@ -230,7 +230,7 @@ def _loss_bytes(run: PlannedRun) -> float:
     responses = tokens * run.work.response_tokens / run.work.tokens
     # All hidden states, gathered; those of the responses, and their gradient.
     held = element * (tokens + 2 * responses) * hidden
-    # losses/output_head.rows_per_block: as many rows as shards, so that the block's bytes stay.
+    # losses/output_head.rows_per_block: rows grow with the shards, so a block keeps its bytes.
     rows = min(BLOCK_ROWS * run.layout.tensor, responses)
     # At other temperatures the logits of off-policy golden rows are copied, a block at most.
     copies = 1 if run.scored > run.rollouts and config.sampling.temperature != 1 else 0

@@ -306,7 +306,7 @@ def _colocated(layout: Layout, gpus_per_node: int, tensor: int) -> list[_Block]:
 
 
 def _as_many_as(blocks: Sequence[_Block], count: int, data_ranks: int) -> list[_Block]:
-    """`blocks` where they are `count`; else `count` servers on a CPU that no GPU holds."""
+    """`blocks` if there are `count` of them; else `count` servers on a CPU, without GPUs."""
     if len(blocks) == count:
         return list(blocks)
     if count < data_ranks:

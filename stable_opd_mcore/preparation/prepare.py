@@ -1,4 +1,4 @@
-"""Makes training sets of a data set: filter its files, split the rows, write them all at once.
+"""Makes training sets from a data set: filter its files, split the rows, write them all at once.
 
 Outputs are renamed into place together, the manifest last: a kill at any moment leaves either no
 manifest or a complete set. Memory holds hashes and lengths of rows, never all texts. rules.py

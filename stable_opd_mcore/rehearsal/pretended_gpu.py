@@ -1,4 +1,4 @@
-"""A GPU that only answers questions, for the code that refuses to exist without one.
+"""A GPU that only answers questions, for code that cannot be built without one.
 
     pretend_gpu()                   # before the first import of Megatron
     from stable_opd_mcore.models.gpt import build_model
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._dynamo  # refuses the answers below where they are in place before it is imported
+import torch._dynamo  # refuses the answers below if they are in place before it is imported
 
 from stable_opd_mcore.parallel.cuda_facade import FACADE
 

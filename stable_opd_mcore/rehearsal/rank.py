@@ -2,8 +2,8 @@
 
     report = rehearse_rank(config, gpus=64, rank=0, vocab_size=151665)
 
-`train.setup.build_run` and `train.step.train_step` run as they are. Replaced are what a machine
-without models, data and servers lacks (`_absent`): weights are random, prompts and responses are as
+`train.setup.build_run` and `train.step.train_step` run as they are. `_absent` replaces what a
+machine without models, data and servers lacks: weights are random, prompts and responses are as
 long as the config allows, and the loss's kernels only make their outputs. Not here: which worlds
 are rehearsed (worlds.py).
 """
@@ -122,7 +122,7 @@ class _Inputs:
 
 
 class _Engine(RolloutEngine):
-    """Truncates all responses at the limit, and sends the weights to nobody."""
+    """Truncates all responses at the limit, and does not send the weights."""
 
     def __init__(self, inputs: _Inputs, world: World, chunks: Sequence[Any]) -> None:
         self.weight_version = 0

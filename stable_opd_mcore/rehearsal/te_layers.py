@@ -47,7 +47,7 @@ Facts = dict[str, tuple[Any, ...]]
 
 
 def is_installed() -> bool:
-    """Whether there is a Transformer Engine to build layers of."""
+    """Whether Transformer Engine is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 

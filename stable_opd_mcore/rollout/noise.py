@@ -87,7 +87,7 @@ def sample_tokens(
 
 
 def _keep_top_p(mass_BV: Tensor, top_p: float) -> Tensor:
-    """Zero the mass outside the nucleus; keeps the most likely token, and of ties the lower id."""
+    """Zero the mass outside the nucleus; keeps the most likely token, and on ties the lower id."""
     sorted_BV, order_BV = mass_BV.sort(dim=-1, descending=True, stable=True)
     before_BV = sorted_BV.cumsum(dim=-1, dtype=torch.float64) - sorted_BV
     sorted_BV = sorted_BV.masked_fill(before_BV >= top_p, 0.0)

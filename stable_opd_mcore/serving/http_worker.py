@@ -116,7 +116,7 @@ class Worker:
             self._tasks[number][1].cancel()
 
     def close(self, client: int) -> None:
-        """Fail the client's requests, also those that come later, as unreachable."""
+        """Fail the client's requests, and those that come later, as unreachable."""
         self._closed.add(client)
         for owner, task in self._tasks.values():
             if owner == client:

@@ -65,7 +65,7 @@ class TeacherLost(UserError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked about every token, besides its log-probability."""
+    """What is asked about every token, in addition to its log-probability."""
 
     top_k: int = 0  # the most probable tokens
     extra_ids: tuple[int, ...] = ()  # the log-probabilities of these ids

@@ -6,7 +6,7 @@ A limit is for a whole request, unless a line says otherwise.
 START = 1800.0  # until a server answers; where its caches are empty it compiles kernels
 REQUEST = 1800.0  # a response, and whatever no other line names
 SCORE = 600.0  # a sequence's scores, by one replica of a teacher; then the next one is asked
-TEACHER_PATIENCE = 600.0  # a teacher whose replicas do not answer is asked again so long
+TEACHER_PATIENCE = 600.0  # a teacher whose replicas do not answer is asked again for this long
 BUCKET = 600.0  # one bucket of weights; also until the process group of a publish has formed
 HEALTH_INTERVAL = 10.0  # between two health probes, each of which may take as long
 CONNECT = 10.0  # until a server has taken a connection

@@ -184,11 +184,11 @@ def _train_phase(config: Config, session: Session) -> None:
         session.stop.finish_step_first = False
         run.memory.hold(*phases.EXPORT)  # while there are servers that may have the device
 
-    def save_beside(model: Path) -> None:
+    def save_with_model(model: Path) -> None:
         run.tokenizer.save(model)
         mark_trained(model, config.run.name, max(state.step, config.train.steps))
 
-    export_hf(run.student.chunks, files.model, save_tokenizer=save_beside)
+    export_hf(run.student.chunks, files.model, save_tokenizer=save_with_model)
     if is_first_rank:
         _report(files)
     terminal.say(f"finished: {files.model} is the model, {files.report} the report")

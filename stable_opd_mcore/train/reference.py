@@ -24,7 +24,7 @@ from stable_opd_mcore.train import phases
 class MovingWeights:
     """The weights of one such model on this rank, which change between steps.
 
-    Under `ema` with bf16 weights, `kept` is an fp32 model, because an average in bf16 stands still
+    Under `ema` with bf16 weights, `kept` is an fp32 model, because an average in bf16 stops moving
     as soon as a step's change is below its precision. Where `chunks` may hold weights in FP8,
     `kept` has them as they were. Else it is `chunks`.
     """

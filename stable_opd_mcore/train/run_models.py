@@ -1,6 +1,6 @@
 """The models of a run on this rank: the student, and the scorers that its objective needs.
 
-Who shares whose weights is decided here.
+Which models share weights is decided here.
 """
 
 from collections.abc import Callable, Sequence

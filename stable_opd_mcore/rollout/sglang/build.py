@@ -142,8 +142,8 @@ def model_config(architecture: Architecture) -> dict[str, Any]:
     """config.json with the model class, which SGLang needs and an inline architecture may lack.
 
     SGLang would stop at `eos_token_id` too, and only a request's stop ids may end a response. So it
-    is null: where it is absent, Llama's is 2. SGLang uses a few positions less than the window that
-    it reads: it cuts responses there silently, and refuses longer prompts.
+    is null: where it is absent, Llama's is 2. SGLang uses a few positions fewer than the window
+    that it reads: it cuts responses there silently, and refuses longer prompts.
     """
     own_class = {"architectures": [architecture.family.sglang_class]}
     window = architecture.max_positions + UNUSED_POSITIONS

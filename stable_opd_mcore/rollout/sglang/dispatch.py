@@ -1,9 +1,9 @@
 """One queue of requests to a fleet's servers: none of them lost or counted twice.
 
-Each response is a request. The next one sent is of the lowest step, there the first response to
-every prompt before the second ones, there the one submitted first. It goes to the ready server that
-has the fewest responses in flight and may have one more; a server that has computed its prompt
-already is preferred a little.
+Each response is a request. Lower steps are sent first; within a step the first responses to all
+prompts, then the second ones; among these in the order of submission. A request goes to the ready
+server that has the fewest responses in flight and may have one more; a server that has computed its
+prompt already is preferred a little.
 
 `pause` ends what is in flight before weights change: it waits for the servers' last replies, or
 aborts their requests and keeps the tokens sampled so far. An aborted response continues after

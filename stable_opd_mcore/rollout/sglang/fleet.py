@@ -199,7 +199,7 @@ class Fleet:
             member.has_answered, member.missed_probes = False, 0
 
     def _may_restart(self) -> bool:
-        """Whether fewer than MAX_RESTARTS restarts lie in the window that ends now."""
+        """Whether there were fewer than MAX_RESTARTS restarts in the window that ends now."""
         begin = time.monotonic() - 60 * RESTART_WINDOW_MINUTES
         while self._restarts and self._restarts[0] < begin:
             self._restarts.popleft()

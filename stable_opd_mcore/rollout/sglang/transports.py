@@ -1,4 +1,4 @@
-"""Transfer buckets of weights to servers: what all ways share, and by shared memory and by files.
+"""Transfer buckets of weights to servers: the common parts, and by shared memory and by files.
 
     transport.open(targets, label); transport.send(bucket) ...; transport.close()
 
@@ -72,7 +72,7 @@ class Buffers:
         self._next, self._last = (torch.empty(0, dtype=torch.uint8) for _ in range(2))
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 [num_bytes], not initialised; the second next call returns the same memory."""
+        """uint8 [num_bytes], not initialised; the call after next returns the same memory."""
         if self._next.numel() < num_bytes or self._next.device != device:
             self._next = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._next, self._last = self._last, self._next
@@ -80,7 +80,7 @@ class Buffers:
 
 
 class Transport:
-    """Common to the three: targets, buffers, and requests to all targets at once."""
+    """What all transports share: targets, buffers, and requests to all targets at once."""
 
     is_sender = True  # this rank talks to the servers; others only share the memory of their GPUs
 

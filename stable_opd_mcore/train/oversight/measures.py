@@ -25,7 +25,7 @@ class CollapsedError(UserError):
 
 
 def warn_of_equal_models(step: int, metrics: Mapping[str, float | None]) -> None:
-    """A line of the log where the teacher says what the student says, in the first steps."""
+    """Log a warning if teacher and student give equal probabilities in the first steps."""
     kl = metrics.get("kl/teacher")
     if kl is not None and step <= _FIRST_STEPS and abs(kl) < _NO_DIFFERENCE:
         logger.warning(

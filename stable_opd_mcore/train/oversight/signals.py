@@ -37,7 +37,7 @@ class StopReason(IntEnum):
 
     @property
     def requeues(self) -> bool:
-        """Whether a batch job that was stopped so is started again."""
+        """Whether a batch job that was stopped this way is started again."""
         return self in (StopReason.REQUEUE, StopReason.TERMINATE)
 
 

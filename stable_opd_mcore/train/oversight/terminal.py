@@ -49,7 +49,7 @@ class Terminal:
             self._console.print(Text(printable(text)), soft_wrap=True)
 
     def begin(self, step: int) -> Progress:
-        """The bar of a run that stands after `step`: a context manager around its steps."""
+        """The bar of a run that has finished `step`: a context manager around its steps."""
         self._bar.reset(self._task, completed=step)
         return self._bar
 

@@ -63,7 +63,7 @@ class Watchdog:
         now = time.monotonic()
         if self._seconds is not None and now - self._last_progress > self._seconds / _BEATS:
             self._last_progress = now
-            with self._going_on():
+            with self._logging_errors():
                 self._progress.touch()
 
     def __exit__(self, *exception: object) -> None:
@@ -76,7 +76,7 @@ class Watchdog:
             self._path.unlink(missing_ok=True)
 
     @contextmanager
-    def _going_on(self) -> Iterator[None]:
+    def _logging_errors(self) -> Iterator[None]:
         """Log the first error of the file system."""
         try:
             yield
@@ -87,10 +87,10 @@ class Watchdog:
 
     def _beat(self, seconds: float) -> None:
         newest = 0.0
-        with self._going_on():
+        with self._logging_errors():
             newest = self._progress_time()
         while not self._ended.wait(seconds / _BEATS):
-            with self._going_on():
+            with self._logging_errors():
                 if newest != (newest := self._progress_time()):
                     self.step_done()
 

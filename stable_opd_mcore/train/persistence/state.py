@@ -1,4 +1,4 @@
-"""What a run remembers besides weights and optimizer: its counters and its guard's memory.
+"""What a run remembers next to weights and optimizer: its counters and its guard's memory.
 
 They determine every later step: rollout noise and data order are pure functions of the seed and
 these counters, so a restored run continues exactly as the uninterrupted one would have.
@@ -40,7 +40,7 @@ def without_exchanged_prompts(record: bytes) -> bytes:
     """state.json as this release writes it, from one of the release before.
 
     Raises:
-        ValueError: no JSON, or steps have exchanged prompts, which this release does not.
+        ValueError: not JSON, or steps have exchanged prompts, which this release does not.
     """
     values = json.loads(record)
     state = values.get("state") if isinstance(values, dict) else None
