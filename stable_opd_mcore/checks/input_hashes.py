@@ -18,7 +18,6 @@ from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.host.user_code import is_user_function
 
-OWN_CODE = "own_code"
 _WHOLE_BYTES = 64 * 2**20
 _PIECES, _PIECE_BYTES = 64, 64 * 2**10
 
@@ -37,9 +36,9 @@ def inputs_of(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def write_inputs(config: Config) -> None:
-    """Store them in the run directory, and the user's own code in OWN_CODE."""
+    """Store them in the run directory, and the user's own code next to them."""
     for key, file in _own_code(config):
-        write_atomically(config.run.path / OWN_CODE / f"{key}.py", Path(file).read_bytes())
+        write_atomically(config.run.files.own_code / f"{key}.py", Path(file).read_bytes())
     text = json.dumps(inputs_of(config), indent=1)
     write_atomically(config.run.files.inputs, text.encode())
 

@@ -19,6 +19,7 @@ from stable_opd_mcore.config.cold_start import after_cold_start
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors
+from stable_opd_mcore.host.run_directory import ANY_STEP
 from stable_opd_mcore.host.run_lock import (
     STALE_SECONDS,
     RunLock,
@@ -43,7 +44,7 @@ def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any
     """
     files = config.run.files
     stored = files.resolved
-    if not stored.is_file() or not any(files.checkpoints.glob("step_*")):
+    if not stored.is_file() or not any(files.checkpoints.glob(ANY_STEP)):
         return {}
     differences = changes(read_settings(stored), config) | changed_inputs(config)
     if differences and not accepted:
@@ -103,7 +104,7 @@ def disk(inputs: RunInputs) -> Iterator[Finding]:
     model = WEIGHT_BYTES[config.train.precision] * parameters
     checkpoint = model + ADAM_BYTES[config.train.precision] * parameters
     home = config.run.path
-    existing = len(list(config.run.files.checkpoints.glob("step_*")))
+    existing = len(list(config.run.files.checkpoints.glob(ANY_STEP)))
     kept = max(1, config.checkpoint.keep + 1 - existing)  # a new one is written before one goes
     free = shutil.disk_usage(_existing(home)).free
     if free < model + kept * checkpoint:

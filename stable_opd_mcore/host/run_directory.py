@@ -1,6 +1,11 @@
-"""Where the files of a run are: every name in its directory, but none in a model's or server's."""
+"""Where the files of a run are: every name in its directory but the lock's (run_lock.py).
+
+The directories of checkpoints, models and servers have files of their own.
+"""
 
 from pathlib import Path
+
+ANY_STEP = "step_*"  # matches every `checkpoint_name`
 
 
 def checkpoint_name(step: int) -> str:
@@ -20,8 +25,11 @@ class RunDirectory:
         self.path = Path(path)
         self.resolved = self.path / "config.resolved.yaml"  # the settings of the newest start
         self.inputs = self.path / "inputs.json"  # hashes of the files that the settings name
+        self.own_code = self.path / "own_code"  # copies of the user's functions
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
+        self.wandb_id = self.path / "wandb_id"  # the tracker's id of this run
+        self.mlflow_id = self.path / "mlflow_id"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"  # the trained student in Hugging Face form
         self.summary = self.path / "summary.json"  # the last value of every metric

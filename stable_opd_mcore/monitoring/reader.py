@@ -19,7 +19,7 @@ from stable_opd_mcore.data.repetition import ZLIB_LEVEL, min_loop_tokens, tail_l
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.data.token_files import TokenText, read_tokens
 from stable_opd_mcore.host.printable_text import printable
-from stable_opd_mcore.host.run_directory import RunDirectory
+from stable_opd_mcore.host.run_directory import ANY_STEP, RunDirectory
 from stable_opd_mcore.monitoring.chosen_runs import WrittenRun, whole_number
 from stable_opd_mcore.monitoring.figures import Row
 from stable_opd_mcore.records import Rollout
@@ -46,7 +46,7 @@ LIVE = Limits(tokens=20_000, characters=200_000)
 
 def stored_steps(directory: Path) -> list[int]:
     """The steps whose rollouts a run has stored, in order."""
-    files = RunDirectory(directory).rollouts(0).parent.glob("step_*.jsonl")
+    files = RunDirectory(directory).rollouts(0).parent.glob(f"{ANY_STEP}.jsonl")
     found = (re.fullmatch(r"step_(\d{6,12})\.jsonl", path.name) for path in files)
     return sorted(int(match[1]) for match in found if match)
 

@@ -22,9 +22,9 @@ from stable_opd_mcore.config.changes import by_dotted_key
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
+from stable_opd_mcore.host.run_directory import RunDirectory
 
 PROJECT = "stable-opd"  # where the variables of wandb and mlflow name no other
-WANDB_ID, MLFLOW_ID = "wandb_id", "mlflow_id"  # files of the run directory
 MLFLOW_BATCH = 100  # settings that one request may hold
 MLFLOW_CHARACTERS = 500  # one setting may have
 
@@ -54,7 +54,7 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise _missing("wandb", "monitoring.wandb=false") from error
-        path = directory / WANDB_ID
+        path = RunDirectory(directory).wandb_id
         name = path.read_text().strip() if path.is_file() else uuid.uuid4().hex[:12]
         try:
             self._run = wandb.init(
@@ -94,7 +94,7 @@ class MlflowSink:
         except ImportError as error:
             raise _missing("mlflow", "monitoring.mlflow=null") from error
         self._metric, address = Metric, config.monitoring.mlflow
-        path = directory / MLFLOW_ID
+        path = RunDirectory(directory).mlflow_id
         try:
             self._client = MlflowClient(tracking_uri=address)
             if path.is_file():

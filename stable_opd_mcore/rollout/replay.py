@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.run_directory import RunDirectory
+from stable_opd_mcore.host.run_directory import ANY_STEP, RunDirectory
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
 
@@ -33,7 +33,7 @@ class ReplayEngine(RolloutEngine):
     def _stored_path(self, step: int) -> Path:
         path = RunDirectory(self._run_directory).rollouts(step)
         if not path.is_file():
-            num_stored = len(list(path.parent.glob("step_*.jsonl")))
+            num_stored = len(list(path.parent.glob(f"{ANY_STEP}.jsonl")))
             raise UserError(
                 f"{path}: step {step} was not stored; rollout.replay_from must be the directory of "
                 "a run with rollout.save=all and at least as many steps as this one (it has "

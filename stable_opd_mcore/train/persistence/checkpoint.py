@@ -29,7 +29,7 @@ from stable_opd_mcore.host.atomic_files import (
     restore_directory,
     tolerating_leftovers,
 )
-from stable_opd_mcore.host.run_directory import checkpoint_name
+from stable_opd_mcore.host.run_directory import ANY_STEP, checkpoint_name
 from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models.directory_save import save_directory
 from stable_opd_mcore.models.manifest import find_damage
@@ -95,13 +95,13 @@ class CheckpointSaver:
         """
         path = self._directory / checkpoint_name(state.step)
         if dist.get_rank() == 0:
-            for left in self._directory.glob("partial-step_*"):
+            for left in self._directory.glob(f"partial-{ANY_STEP}"):
                 with tolerating_leftovers(left):
                     shutil.rmtree(left)  # a killed run left it
         with shielded():
             self._write(path, state)
         if dist.get_rank() == 0:
-            so_far = sorted(old for old in self._directory.glob("step_*") if old.name <= path.name)
+            so_far = sorted(old for old in self._directory.glob(ANY_STEP) if old.name <= path.name)
             kept = so_far[-self._keep :]
             returned_to = {name for path in kept for name in _returns_to(path)}
             for old in so_far[: -self._keep]:
@@ -147,7 +147,7 @@ def restore_replaced(directory: Path) -> None:
     """Rename a checkpoint back that a killed run had renamed aside, to replace it. On rank 0 of the
     run that holds the directory's lock: an evaluation at the same time must not.
     """
-    for aside in sorted(directory.glob(".step_*.old")):
+    for aside in sorted(directory.glob(f".{ANY_STEP}.old")):
         restore_directory(directory / aside.name.removeprefix(".").removesuffix(".old"))
 
 
@@ -161,7 +161,7 @@ def newest_checkpoint(directory: Path) -> Path | None:
         UserError: there are checkpoints, but all are damaged.
     """
     damaged = []
-    for path in broadcast_object(sorted(directory.glob("step_*"), reverse=True)):
+    for path in broadcast_object(sorted(directory.glob(ANY_STEP), reverse=True)):
         fault = find_fault(path)
         if fault is None:
             if dist.get_rank() == 0:
