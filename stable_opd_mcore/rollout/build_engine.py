@@ -68,9 +68,16 @@ def build_engine(
         case "replay":
             return _replay_engine(config)
         case "sglang":
-            content, size = tokenizer.json_text, tokenizer.vocab_size
             return build_sglang_engine(
-                config, world, chunks, content, size, stop_requested, progress, memory, teacher
+                config,
+                world,
+                chunks,
+                tokenizer=tokenizer.json_text,
+                vocab_size=tokenizer.vocab_size,
+                stop_requested=stop_requested,
+                progress=progress,
+                memory=memory,
+                teacher=teacher,
             )
 
 
