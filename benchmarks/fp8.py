@@ -68,7 +68,7 @@ class Trio:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of N sampled tokens."""
+    """The scores of N sampled tokens."""
 
     logprobs_NV: dict[Fp8Role, Tensor]
     targets_N: Tensor

@@ -225,7 +225,7 @@ def measure(point: Point) -> dict[str, float]:
 
 
 def memory(point: Point, reset: bool) -> int:
-    """Bytes in use now (reset: and the peak starts anew), else the peak since."""
+    """Bytes in use now (reset: the peak starts again), else the peak since."""
     if point.device == "cuda":
         if not reset:
             return torch.cuda.max_memory_allocated()
@@ -307,7 +307,7 @@ def size_of(row: dict) -> tuple:
 
 
 def versions() -> str:
-    """Of what is measured, as installed."""
+    """The installed versions of what is measured."""
     found = []
     for package in ("torch", "triton", "liger-kernel"):
         with contextlib.suppress(PackageNotFoundError):

@@ -83,7 +83,7 @@ SCHEDULES = [Schedule(ahead, partial) for ahead in (1, 2, 4) for partial in (Fal
 
 @dataclass(frozen=True)
 class Result:
-    """Of the steps after the first ones."""
+    """What the steps after the first ones took."""
 
     schedule: str
     step_seconds: float
@@ -301,7 +301,7 @@ def lengths_of_answers(file: Path) -> Lengths:
 
 
 def lengths_of_traces(file: Path) -> Lengths:
-    """Of each response the log-normal of one published step, by its mean and truncated share."""
+    """A log-normal for each response: that of a random published step, by mean and truncation."""
     with file.open(newline="") as lines:
         rows = [
             (float(row["response_length_mean"]), float(row["truncation_rate"]))

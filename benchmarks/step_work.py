@@ -34,7 +34,7 @@ class Work:
 
     @property
     def response_tokens(self) -> int:
-        """Of a step."""
+        """Response tokens of a step."""
         return sum(min(length, self.budget) for length in self.lengths)
 
 
@@ -77,7 +77,7 @@ def force_stops(logits_BV: Tensor, due_B: Sequence[bool]) -> Tensor:
 
 
 def resident_mib(peak: bool) -> float:
-    """Of this process, now or at most. (A child's getrusage would begin at its parent's peak.)"""
+    """This process's memory, now or at most. (A child's getrusage begins at its parent's peak.)"""
     field_name = "VmHWM:" if peak else "VmRSS:"
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field_name)) / 1024

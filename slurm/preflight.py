@@ -40,7 +40,7 @@ PACKAGES = (
     "numpy",
 )
 SERVERS = "servers: "  # before what is installed in the servers' environment
-# Prints a line for each package; runs in either environment, so it imports nothing of ours.
+# Prints a line for each package; runs in either environment, so it imports none of our modules.
 LIST_VERSIONS = f"""
 import platform
 from fnmatch import fnmatch

@@ -6,7 +6,7 @@ from stable_opd_mcore.cli import main
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Of `stable-opd ARGUMENTS`."""
+    """The exit code of `stable-opd ARGUMENTS`."""
     monkeypatch.setattr("sys.argv", ["stable-opd", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()

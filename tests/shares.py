@@ -11,7 +11,7 @@ from stable_opd_mcore.records import MicroBatch, Sample, SampleFacts, SampleWeig
 
 
 def facts_of(samples: Sequence[Sample]) -> SampleFacts:
-    """Of samples that one rank holds."""
+    """The facts of samples that one rank holds."""
     prompts = list(dict.fromkeys(sample.prompt_id for sample in samples))
     rewards = [np.nan if sample.reward is None else sample.reward for sample in samples]
     return SampleFacts(

@@ -83,7 +83,7 @@ def names_of(path: str) -> set[str]:
 
 
 def begins_in_package(dotted: str) -> bool:
-    """Whether a name begins with a folder of the package that is no section of the settings."""
+    """Whether a name begins with a folder of the package that is not a section of the settings."""
     first = dotted.split(".")[0]
     named = first in SECTIONS | {"config", "models"}  # also variables of these names
     return (ROOT / PACKAGE / first).is_dir() and not named

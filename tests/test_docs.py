@@ -81,7 +81,7 @@ SAYS_HOW = [*DOCUMENTS, ROOT / "configs" / "README.md"]
 
 
 def shell_commands(text: str) -> Iterator[tuple[list[str], str]]:
-    """The words of each command in the shell blocks of a document, and the line it stands in."""
+    """The words of each command in the shell blocks of a document, and its line."""
     for language, block in BLOCK.findall(text):
         if language not in ("", "bash", "sh"):
             continue

@@ -158,7 +158,7 @@ def planned_shape(shape: Shape, config: Config, device: Device = HOST) -> Planne
 
 
 def planned_gib(plan: MemoryPlan) -> float:
-    """Of the phases that are measured."""
+    """The planned peak of the phases that are measured."""
     return max(plan.bytes_in("score"), plan.bytes_in("update")) / GIB
 
 

@@ -70,7 +70,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, float]:
-    """Of all tensors as one vector, and of the tensor with the largest error."""
+    """The error of all tensors as one vector, and that of the tensor with the largest error."""
     assert found.keys() == expected.keys()
     whole = [torch.cat([x[name].flatten() for name in expected]) for x in (found, expected)]
     worst = max(relative_error(found[name], expected[name]) for name in expected)

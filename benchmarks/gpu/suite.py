@@ -103,7 +103,7 @@ def run_part(
 
 
 def _environment(device: str) -> dict[str, str]:
-    """Of every part: this checkout first, and on a CPU no GPU and Triton's interpreter."""
+    """Variables of every part: this checkout first; on a CPU no GPU and Triton's interpreter."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     values = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if device == "cpu":

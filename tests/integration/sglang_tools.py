@@ -192,7 +192,7 @@ def servers_of(owner: int) -> list[int]:
     for process in psutil.Process(owner).children():
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             if any(part.endswith("launch_server.py") for part in process.cmdline()):
-                found.append((process.create_time(), process.pid))  # process ids start anew
+                found.append((process.create_time(), process.pid))  # process ids start again
     return [pid for _, pid in sorted(found)]
 
 

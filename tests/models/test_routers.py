@@ -1,5 +1,5 @@
 """Choices of experts are counted only at loss rows, and once; a replayed choice replaces the
-router's own, also where recompute runs layers again."""
+router's own, even where recompute runs layers again."""
 
 from dataclasses import replace
 

@@ -34,7 +34,7 @@ def test_hidden_states_are_those_of_the_trainers_forward_pass(world, family):
     (chunk,) = build_model(tiny.architecture(family), world, trainable=True, recompute="full")
     batch = tiny.microbatch([LENGTH])
     found = hidden_in_pieces(chunk, batch.tokens_T, first=4)
-    hidden_TH = forward_hidden(chunk, batch)  # after the other: nothing of it is left
+    hidden_TH = forward_hidden(chunk, batch)  # after the other, which leaves nothing behind
     torch.testing.assert_close(found.clone(), hidden_TH, rtol=1e-5, atol=1e-5)
     hidden_TH.sum().backward()
     assert all(p.grad is not None for name, p in chunk.named_parameters() if "linear" in name)

@@ -160,7 +160,7 @@ def rows_of(files: dict[str, bytes]) -> list[dict]:
 
 
 def outcome_of(row: dict) -> tuple:
-    """Of a response, without log-probabilities, whose last digit depends on the batch."""
+    """A response without its log-probabilities, whose last digit depends on the batch."""
     keys = ("prompt_id", "sample_index", "response_token_ids", "reward", "finish_reason")
     return tuple(row[key] for key in keys)
 

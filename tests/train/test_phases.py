@@ -59,7 +59,7 @@ class Lending(RolloutEngine):
 
 
 def bytes_left() -> list[int]:
-    """Of every floating-point storage of this process but host copies, which are uint8."""
+    """Sizes of this process's floating-point storages; host copies are uint8."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
     return [t.untyped_storage().nbytes() for t in tensors if t.is_floating_point()]

@@ -132,8 +132,8 @@ def test_a_growing_length_budget_holds_for_each_step(schedules):
 
 
 def test_a_killed_run_samples_again_what_was_sampled_ahead(runs):
-    """Of its checkpoint's weights, on one rank or two. Rollouts that a release before stored with
-    the checkpoint are not read."""
+    """With its checkpoint's weights, on one rank or two. Rollouts that the release before stored
+    with the checkpoint are not read."""
     stored = runs / "killed/in_flight/step_000004/step_000004.jsonl"
     stored.parent.mkdir(parents=True)
     stored.write_text("not read")

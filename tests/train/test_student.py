@@ -134,7 +134,7 @@ def check_overlapped_sum(rank: int, world_size: int) -> None:
 
 
 def plain_parameters(world: World) -> list[torch.nn.Parameter]:
-    """Of the same model without Megatron's buffers, with the gradients of one replica."""
+    """The same model's, without Megatron's buffers, with the gradients of one replica."""
     chunks = build_model(read_architecture(tiny_architecture(32, 2)), world)
     run_golden(chunks, chunks, world)
     return list(chunks[0].parameters())

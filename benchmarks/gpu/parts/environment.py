@@ -52,7 +52,7 @@ def installed(package: str) -> str | None:
 
 
 def apex_kind() -> str:
-    """PyPI's package of this name is another one than NVIDIA's."""
+    """PyPI's package of this name is not NVIDIA's."""
     try:
         import amp_C  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -24,7 +24,7 @@ from tests.losses.cases import Case, assert_close, run_definition, run_fused
 from tests.losses.definitions import merge_ids
 from tests.losses.variants import VARIANTS, case_of
 
-# Rows and vocabulary. Few vocabularies, because Triton compiles its kernels anew for each.
+# Rows and vocabulary. Few vocabularies, because Triton compiles its kernels for each.
 SIZES = ((13, 31), (130, 4099))
 TINY_SIZES = SIZES[:1]
 SEVERAL_BLOCKS = (2500, 8209)

@@ -1,6 +1,6 @@
 """The guard's measures in real runs: carried out, the same on two ranks, identical after a kill.
 
-The learning rate of the warm-up, which rises by design, stands in for the metrics of a collapse.
+The learning rate of the warm-up, which rises by design, replaces the metrics of a collapse.
 """
 
 from pathlib import Path

@@ -70,7 +70,7 @@ def share_on_ranks(rank: int, world_size: int, directory: Path, context: int) ->
 
 @pytest.mark.parametrize(("ranks", "context"), [(3, 1), (4, 2)])
 def test_every_sample_reaches_the_ranks_that_train_on_it(tmp_path, world, ranks, context):
-    """Of the same samples and weights as on one rank; ranks of one context group hold the same."""
+    """Samples and weights are those of one rank; ranks of one context group hold the same."""
     run_ranks(ranks, share_on_ranks, tmp_path, context)
     expected = [minibatches(world), minibatches(world, with_rollouts=False)]
     shares = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
