@@ -68,7 +68,7 @@ class Dispatcher:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._changed = threading.Condition()
-        self._queue: list[tuple[tuple[int, int, int], PromptRequests]] = []  # a heap, by rank
+        self._queue: list[tuple[tuple[int, int, int], PromptRequests]] = []  # a heap
         self._num_submitted = 0
         self._num_running = 0  # requests in flight
         self._is_paused = False
@@ -87,7 +87,7 @@ class Dispatcher:
                 self._num_submitted += 1
                 for sample, rollout in enumerate(prompt.rollouts):
                     if not is_finished(rollout):
-                        self._push(prompt, sample)
+                        self._enqueue(prompt, sample)
             self._send()
 
     def wait(self, prompts: Sequence[PromptRequests]) -> None:
@@ -148,8 +148,8 @@ class Dispatcher:
 
     # ---- with the lock held
 
-    def _push(self, prompt: PromptRequests, sample: int) -> None:
-        heapq.heappush(self._queue, (prompt.rank(sample), prompt))
+    def _enqueue(self, prompt: PromptRequests, sample: int) -> None:
+        heapq.heappush(self._queue, (prompt.queue_key(sample), prompt))
 
     def _send(self) -> None:
         """Send requests in the order of the queue while a ready member may have one more."""
@@ -181,7 +181,7 @@ class Dispatcher:
         """Extend the response by a reply, and queue what it still lacks."""
         prompt, sample = sent.prompt, sent.sample
         if not prompt.accept(sent.member, piece):
-            self._push(prompt, sample)
+            self._enqueue(prompt, sample)
             return
         self._fleet.progress()
         sent.member.has_answered = True
@@ -191,7 +191,7 @@ class Dispatcher:
             share = Mean(piece.cached_tokens, len(prompt.request.token_ids))
             self._metrics = self._metrics | Metrics({"engine/prefix_cached_share": share})
         if not is_finished(rollout):
-            self._push(prompt, sample)
+            self._enqueue(prompt, sample)
             continued = Sum(len(rollout.token_ids) > 0)
             self._metrics = self._metrics | Metrics({"engine/continued": continued})
         elif prompt.ask is not None:
@@ -219,7 +219,7 @@ class Dispatcher:
                 elif sent.client is not sent.member.client:  # its member has failed
                     self._sample_again(sent)
                 elif failure.transient and self._is_paused:
-                    self._push(sent.prompt, sent.sample)
+                    self._enqueue(sent.prompt, sent.sample)
                 elif failure.transient and sent.attempt < ATTEMPTS:
                     self._note_retry(sent.member, failure)
                     self._request(sent._replace(attempt=sent.attempt + 1))
@@ -255,7 +255,7 @@ class Dispatcher:
 
     def _sample_again(self, sent: _Sent) -> None:
         self._again["redrawn", sent.member.name] += 1
-        self._push(sent.prompt, sent.sample)
+        self._enqueue(sent.prompt, sent.sample)
 
     def _note_retry(self, member: Member, failure: ServerFailure) -> None:
         self._again["retried", member.name] += 1

@@ -34,7 +34,7 @@ class PromptRequests:
     def is_done(self) -> bool:
         return all(map(is_finished, self.rollouts))
 
-    def rank(self, sample: int) -> tuple[int, int, int]:
+    def queue_key(self, sample: int) -> tuple[int, int, int]:
         """The place in the queue of a sample's request; no two requests have the same."""
         return self.step, sample, self.number
 
