@@ -101,7 +101,7 @@ class SglangEngine(RolloutEngine):
         if self._sent_version != self.weight_version:  # the same on every rank
             needs_current = any(gather_objects(requests is None))
             if needs_current:
-                self._update_servers()
+                self._publish_now()
         if requests is None:
             requests = self._start(prompts, sampling, step, self.weight_version)
         self._finish(requests)
@@ -115,7 +115,7 @@ class SglangEngine(RolloutEngine):
         if not self.memory.is_lent:
             self.memory.lend(self.fleet.release_memory, keep=("student",))
             self.fleet.resume_memory()
-        self._send_weights(resent=False)
+        self._publish(resent=False)
         self._raise_if_lost()
         left = Metrics({"memory/left_gib": Max(self.memory.bytes_left() / 2**30)})
         self._metrics = self._metrics | left
@@ -169,7 +169,7 @@ class SglangEngine(RolloutEngine):
                 if rounds == _MAX_ROUNDS:
                     self.fleet.lose(f"no usable rollouts after {rounds} rounds")
             with self._paused():
-                self._send_weights(resent=True)
+                self._publish(resent=True)
             self._raise_if_lost()
 
     def prefetch(
@@ -234,19 +234,19 @@ class SglangEngine(RolloutEngine):
         self.weight_version = weight_version
         due = self._sent_version + self.config.rollout.publish_every
         if self._sent_version < 0 or weight_version >= due:
-            self._update_servers()
+            self._publish_now()
 
-    def _update_servers(self) -> None:
-        """Send every server the current weights; colocated ones when they next sample."""
+    def _publish_now(self) -> None:
+        """Publish the current weights; colocated servers get them when they next sample."""
         with self._paused():
             self._sent_version = self.weight_version
             for member in self.fleet.members:
                 self.fleet.weights_outdated(member)
             if not self.config.is_colocated:
-                self._send_weights(resent=False)
+                self._publish(resent=False)
 
-    def _send_weights(self, *, resent: bool) -> None:
-        """Publish until every server has the weights or some fleet is lost. Collective."""
+    def _publish(self, *, resent: bool) -> None:
+        """Have every server receive the weights, or some fleet be lost. Collective."""
         self._lost, num_bytes = self._publisher.publish(self.weight_version, resent=resent)
         if num_bytes:
             sent = Metrics({"engine/sync_bytes": Sum(float(num_bytes))})
