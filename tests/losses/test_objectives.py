@@ -48,9 +48,9 @@ def computed(config: Config) -> list[torch.Tensor]:
     rows += [torch.tensor(sample.trained) for sample in samples]
     moved = case.batch.rollout_logprob_N + torch.linspace(-0.1, 0.1, 13).double()
     kind, threshold = config.rollout.importance_correction, config.rollout.importance_threshold
-    (corrected,), _ = correct_importance(
-        [replace(case.batch, old_token_logprob_N=moved)], kind, threshold, sampled_kl=False
-    )
+    corrected = replace(case.batch, old_token_logprob_N=moved)
+    if kind != "none":
+        (corrected,), _ = correct_importance([corrected], kind, threshold, sampled_kl=False)
     return [*rows, corrected.pg_weight_N, fused.pg, fused.kl, fused.sft, fused.d_weight]
 
 

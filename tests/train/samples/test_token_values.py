@@ -99,11 +99,11 @@ def test_a_file_has_the_tokens_text_and_the_golden_solution(tmp_path):
     rollouts = [Rollout(prompt, n, ids, (0.0,) * len(ids), "length", 1) for n in range(3)]
     values = [{"advantage": [0.5] * len(ids)}, {"advantage": [None] * len(ids)}]
     given = [RolloutValues(*pair) for pair in zip(rollouts, values, strict=False)]
-    write_token_values(tmp_path, 4, given, tokenizer)
+    write_token_values(RunDirectory(tmp_path).tokens(4), given, tokenizer)
     first, second = read_tokens(RunDirectory(tmp_path).tokens(4))
     assert "".join(first.pieces) == "1+1=3;"
     assert (first.prompt_id, second.sample_index) == ("train:3", 1)
     assert first.values == values[0]
     assert first.golden == "1+1=2;[2]"
-    write_token_values(tmp_path, 5, [], tokenizer)
+    write_token_values(RunDirectory(tmp_path).tokens(5), [], tokenizer)
     assert not RunDirectory(tmp_path).tokens(5).exists()
