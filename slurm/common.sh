@@ -2,8 +2,8 @@
 # Functions that the batch scripts of this folder share. They check one allocation, split it into trainer and server
 # nodes, run both, and queue the job again where that helps. A script states its resources and calls `run_on_cluster`.
 # Settings are environment variables (`VENV=/shared/venv sbatch slurm/...`), each below with its default and its reason.
-# Not here: the verdict on an attempt (verdict.py), one rank (rank.sh), server nodes (servers.sh), the checks of a node
-# (preflight.py), training.
+# Not here: the verdict on an attempt (verdict.py), one rank (rank.sh), server nodes (servers.sh), the checks of nodes
+# (allocation.sh, preflight.py), training.
 set -uo pipefail
 
 # ---- where things are -------------------------------------------------------------------------------------------
@@ -44,6 +44,8 @@ JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}
 
 # shellcheck source=slurm/servers.sh
 source "$ROOT/slurm/servers.sh"
+# shellcheck source=slurm/allocation.sh
+source "$ROOT/slurm/allocation.sh"
 
 ATTEMPT=${SLURM_RESTART_COUNT:-0}
 export ATTEMPT_DIR=$LOG_DIR/attempt_$ATTEMPT
@@ -265,45 +267,6 @@ describe() {
     printf '%q ' "${STEP[@]}" "${SERVER[@]}"
     echo
   done
-}
-
-# ---- checks before the start ------------------------------------------------------------------------------------
-# check_nodes SUBCOMMAND: run preflight.py on every node; it writes attempt_N/preflight. Returns 0 when the trainer may start.
-check_nodes() {
-  local -a all=("${TRAINER_NODES[@]}" "${SERVER_NODE_NAMES[@]}")
-  local -a servers=()
-  local notes=$ATTEMPT_DIR/preflight
-  if ((${#SERVER_NODE_NAMES[@]})) && [ -z "$SERVER_COMMAND" ]; then
-    servers=(--servers="$(joined "${SERVER_NODE_NAMES[@]}")")
-  fi
-  echo "$SLURM_JOB_ID.$ATTEMPT" >"$notes/token"
-  step preflight "$(joined "${all[@]}")" 1
-  timeout "$PREFLIGHT_TIMEOUT" "${STEP[@]}" --output="$notes/node_%t.log" "${PYTHON[@]}" slurm/preflight.py node "$notes" \
-    --checks="$PREFLIGHT" --token="$SLURM_JOB_ID.$ATTEMPT" --gpus=$((REQUIRE_GPU * RANKS_PER_NODE)) \
-    --min-free-gib="$MIN_FREE_GIB" --head="${TRAINER_NODES[0]}" --port="$MASTER_PORT" --subcommand="$1" \
-    "${servers[@]}" -- \
-    "${COMMAND_LINE[@]}" 2>"$notes/srun.log"
-  cat "$notes/srun.log" >&2
-  if ! compgen -G "$notes/node_*.log" >/dev/null; then # Slurm started no task, so no node is at fault
-    judge record requeued "Slurm did not start the checks: $(tail -n 1 "$notes/srun.log")" --action=requeue
-    return 1
-  fi
-  judge preflight --nodes "${all[@]}" || return 1
-  if [ "$PREFLIGHT" = on ] && [ "$MIN_ALLREDUCE_GBPS" != 0 ]; then
-    check_network
-    judge network || return 1
-  fi
-  RUN_DIRECTORY=$(cat "$notes/run_directory") # a path inside the container; only rank.sh uses it
-  export RUN_DIRECTORY
-  log "preflight passed: all-reduce $(cat "$notes/network_good" 2>/dev/null || echo skipped); run directory $RUN_DIRECTORY"
-}
-
-# One all-reduce over every trainer rank.
-check_network() {
-  step network "$(joined "${TRAINER_NODES[@]}")" "$RANKS_PER_NODE"
-  timeout "$PREFLIGHT_TIMEOUT" "${STEP[@]}" --kill-on-bad-exit=1 --output="$notes/network_%5t.log" "$ROOT/slurm/rank.sh" \
-    "${PYTHON[@]}" slurm/preflight.py network "$notes" --floor="$MIN_ALLREDUCE_GBPS"
-  rm -f "$ATTEMPT_DIR"/exits/* "$ATTEMPT_DIR"/ranks/*
 }
 
 # ---- the trainer ------------------------------------------------------------------------------------------------

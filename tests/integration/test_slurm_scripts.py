@@ -15,7 +15,7 @@ from tests.integration.hosts import cannot_make_hosts, hosts
 from tests.planning.cases import QWEN_7B
 
 REPOSITORY = Path(__file__).parents[2]
-SHARED = {"common.sh", "rank.sh", "servers.sh"}
+SHARED = {"allocation.sh", "common.sh", "rank.sh", "servers.sh"}
 BATCH = sorted(path for path in REPOSITORY.glob("slurm/*.sh") if path.name not in SHARED)
 
 
