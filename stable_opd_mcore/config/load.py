@@ -190,6 +190,8 @@ def _advice(unknown: str) -> str:
     """What an unknown key may have meant: a key of its section, or one of that name elsewhere."""
     known = list(dict.fromkeys(_known_keys(Config)))
     section, _, name = unknown.rpartition(".")
+    if unknown in known:
+        return f"write {section} as a list, whose entries have it"
     while section and section not in known:  # the section is unknown too
         section, _, name = section.rpartition(".")
     prefix = f"{section}." if section else ""

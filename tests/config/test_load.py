@@ -36,6 +36,7 @@ def test_no_override_is_cut_at_a_hash(text):
         ("xyz=1", "unknown key xyz; sections: run, student, teacher, "),
         ("rollout.prompts_per_stp=3", "did you mean rollout.prompts_per_step?"),
         ("rollout.temperature=1", "did you mean sampling.temperature or evaluation.temperature?"),
+        ("data.train.weight=2", "write data.train as a list, whose entries have it"),
         ("guard.xyz.a=1", "unknown key guard.xyz; keys of guard: policy, max_beta, "),
         (f"train.steps={10**30}", "train.steps: 1e+30 is too large; at most 1e+09"),
         (f"train.seed={2**63}", "train.seed: 9.22337e+18 is too large"),
