@@ -1,13 +1,13 @@
 """What differs between the settings of a run directory and those it is resumed with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 
 from stable_opd_mcore.config.load import read_mapping, unescaped
-from stable_opd_mcore.config.removed import without_removed
+from stable_opd_mcore.config.removed import is_in, without_removed
 from stable_opd_mcore.config.schema import Config
 
 # Keys and sections that may differ when a run is resumed: how long, where, how fast, how watched.
@@ -33,7 +33,8 @@ FREE = (
 
 def read_settings(path: Path) -> dict[str, Any]:
     """A resolved config as plain values. Raises what `read_mapping` and `without_removed` raise."""
-    return without_removed(unescaped(OmegaConf.to_container(read_mapping(path))), str(path))
+    values = unescaped(OmegaConf.to_container(read_mapping(path)))
+    return without_removed(values, str(path), free=FREE)
 
 
 def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
@@ -48,7 +49,7 @@ def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
     acted = isinstance(old_guard, Mapping) and cast("Any", old_guard).get("policy") == "act"
     if not (acted or new.guard.acts):
         free.append("guard")
-    return {key: values for key, values in differences.items() if not _is_in(key, free)}
+    return {key: values for key, values in differences.items() if not is_in(key, free)}
 
 
 def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -74,7 +75,3 @@ def _differences(
         elif before != now:
             differences[prefix + key] = (before, now)
     return differences
-
-
-def _is_in(key: str, keys: Sequence[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in keys)

@@ -86,8 +86,13 @@ REMOVED: dict[str, Removed] = {
 }
 
 
-def without_removed(values: Any, origin: str, overrides: Sequence[str] = ()) -> Any:
+def without_removed(
+    values: Any, origin: str, overrides: Sequence[str] = (), free: Sequence[str] = ()
+) -> Any:
     """A copy of the config's values without the settings that are gone.
+
+    Args:
+        free: keys and sections whose values do not count; none of their keys is refused.
 
     Raises:
         ConfigError: keys that are gone ask for what no longer exists; the message names each, with
@@ -101,13 +106,20 @@ def without_removed(values: Any, origin: str, overrides: Sequence[str] = ()) -> 
             if name not in section:
                 continue
             value = section.pop(name)
-            if removed.still_hold is not None and value not in removed.still_hold:
+            if removed.still_hold is None or is_in(key, free):
+                continue
+            if value not in removed.still_hold:
                 given = [item for item in overrides if item.partition("=")[0] == key]
                 where = f"override {given[-1]!r:.200}" if given else origin
                 refused.append(f"{where}: {key}={value!r:.200} is gone; {removed.instead}")
     if refused:
         raise ConfigError("\n".join(refused))
     return values
+
+
+def is_in(key: str, keys: Sequence[str]) -> bool:
+    """Whether a setting is one of the keys or in a section among them."""
+    return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
 def _sections(values: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:
