@@ -72,7 +72,7 @@ def axis(text: str) -> list[list[tuple[str, str]]]:
     names, values = keys.split("+"), [point.split("+") for point in points.split(",")]
     if not points or any(len(point) != len(names) or not all(point) for point in values):
         raise ValueError(
-            f"grid: {text!r} is no axis; expected KEY=VALUE,... or KEY+KEY=VALUE+VALUE,..."
+            f"grid: {text!r} is not an axis; expected KEY=VALUE,... or KEY+KEY=VALUE+VALUE,..."
         )
     return [list(zip(names, point, strict=True)) for point in values]
 

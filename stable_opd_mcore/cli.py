@@ -136,8 +136,8 @@ def check(
         report = check_pair(student, teacher)
     else:
         raise UserError(
-            "a config together with --student or --teacher, or none of them; give a config, or "
-            "--student DIR and --teacher DIR"
+            "neither one config nor one pair of models is given; give a config, or --student DIR "
+            "and --teacher DIR"
         )
     typer.echo(report.as_json() if as_json else report.text())
     if report.errors:
@@ -292,7 +292,7 @@ def plan(
 
     if teacher_prompt_tokens and (settings.teacher is None or settings.teacher.prompt is None):
         raise UserError(
-            "--teacher-prompt-tokens: the config has no teacher.prompt; set it, or leave this out"
+            "--teacher-prompt-tokens without a teacher.prompt: set one, or leave this option out"
         )
     cluster = Cluster(nodes, gpus_per_node, server_nodes)
     work = replace(default_work(settings), teacher_prompt_tokens=teacher_prompt_tokens)

@@ -107,7 +107,7 @@ def prepare(
     from stable_opd_mcore.preparation.prepare import prepare_data
 
     if processes is not None:
-        typer.echo("--processes has no effect any more: one process reads, all cores tokenize")
+        typer.echo("--processes has no effect any more: all cores tokenize; leave it out")
     columns = {"problem": problem, "answer": answer, "solution": solution}
     preparation = preparation_of(
         student=student,

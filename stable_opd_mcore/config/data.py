@@ -100,7 +100,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _some_source(self) -> Self:
         if self.train == ():
-            raise ValueError("train is an empty list; give a source, or a list of sources")
+            raise ValueError("train is an empty list; expected one source or several; add one")
         return self
 
     @property

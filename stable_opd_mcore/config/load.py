@@ -40,7 +40,7 @@ def load_config(
     path = Path(path)
     for item in overrides:
         if "=" not in item:
-            raise ConfigError(f"override {item!r}: expected key=value, e.g. train.steps=10")
+            raise ConfigError(f"override {item!r} has no =: write key=value, e.g. train.steps=10")
     plain: dict[str, Any] = _escaped(changes or {})
     try:
         tree = _with_bases(path)
@@ -48,7 +48,7 @@ def load_config(
             tree = _merged(tree, over)
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: not readable as YAML settings: {error}") from error
+        raise ConfigError(f"{path}: not readable as YAML settings; fix this: {error}") from error
     return parse_config(values, str(path), overrides)
 
 
@@ -57,13 +57,13 @@ def _with_bases(path: Path, within: tuple[Path, ...] = ()) -> DictConfig:
     chain = (*within, path.resolve())
     if path.resolve() in within:
         files = " -> ".join(str(file) for file in chain)
-        raise ConfigError(f"{path}: a circle of bases: {files}; drop one `base`")
+        raise ConfigError(f"{path}: its bases form a circle: {files}; drop one `base`")
     tree = read_mapping(path)
     if BASE not in tree:
         return tree
     base = cast("dict[str, Any]", OmegaConf.to_container(tree))[BASE]
     if not isinstance(base, str):
-        raise ConfigError(f"{path}: base={base!r}; expected the path of one YAML file")
+        raise ConfigError(f"{path}: base={base!r}; set it to the path of one YAML file")
     del tree[BASE]
     return _merged(_with_bases(path.parent / base, chain), tree)
 
@@ -96,7 +96,7 @@ def _parse_override(override: str) -> DictConfig:
             override = f"{key}={json.dumps(value)}"
         return OmegaConf.from_dotlist([override])
     except (YAMLError, RecursionError) as error:
-        raise ConfigError(f"override {override!r:.200}: not readable as YAML: {error}") from error
+        raise ConfigError(f"override {override!r:.200}: not YAML; correct it: {error}") from error
 
 
 def read_mapping(path: Path) -> DictConfig:
@@ -108,18 +108,18 @@ def read_mapping(path: Path) -> DictConfig:
     try:
         tree = OmegaConf.load(path)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file; configs/ holds examples") from None
+        raise ConfigError(f"{path}: no such config file; give one as in configs/") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file ({error}); give a YAML file") from error
     except OSError as error:
         if error.errno is None:  # OmegaConf: YAML, but neither a mapping nor a list
-            raise ConfigError(f"{path}: no settings; configs/ holds examples") from error
+            raise ConfigError(f"{path}: no settings; write sections as in configs/") from error
         raise ConfigError(f"{path}: {error.strerror}; give a readable YAML file") from error
     except (YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise ConfigError(f"{path}: not readable as YAML settings: {error}") from error
+        raise ConfigError(f"{path}: not readable as YAML settings; fix this: {error}") from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(
-            f"{path}: a list at the top; settings are sections with keys, as in configs/"
+            f"{path}: a list at the top; expected sections with keys: write it as in configs/"
         )
     return tree
 
@@ -180,7 +180,7 @@ def _explain(item: Any, origin: str, overrides: Sequence[str]) -> str:
     if unknown:
         return f"{origin}: unknown key {key}; {_advice(key)}"
     if item["type"] == "missing":
-        return f"{origin}: {key} is required"
+        return f"{origin}: {key} is required; set it"
     given = "" if item["type"] == "value_error" else f" (given {item['input']!r:.200})"
     where = f"{key}: " if key else ""
     return f"{origin}: {where}{item['msg'].removeprefix('Value error, ')}{given}"

@@ -36,7 +36,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.path is not None and self.architecture is not None:
-            raise ValueError("give either path or architecture, not both")
+            raise ValueError("path and architecture are both set; drop one of them")
         return self
 
 
@@ -91,8 +91,8 @@ class TeacherConfig(ModelConfig):
                     )
         elif self.weights != "frozen":
             raise ValueError(
-                f"teacher.weights={self.weights} with teacher.path={self.path}: it says which of "
-                "its own weights the student learns from; set teacher.path=self"
+                f"teacher.weights={self.weights} with teacher.path={self.path}: only a "
+                "teacher that is the student has such weights; drop it, or set teacher.path=self"
             )
         if self.weights == "live" and self.prompt is None:
             raise ValueError(
@@ -107,11 +107,11 @@ class TeacherConfig(ModelConfig):
                 "them; set teacher.engine=sglang and one of them, or neither"
             )
         if self.urls and self.routes:
-            raise ValueError("give either teacher.urls (one teacher) or teacher.routes (several)")
+            raise ValueError("teacher.urls (one teacher) and teacher.routes (several): drop one")
         if self.is_served and (self.window or self.rope_theta):
             raise ValueError(
-                "teacher.window and teacher.rope_theta are of a teacher in the trainer; change the "
-                "config.json of the servers' model"
+                "teacher.window or teacher.rope_theta with teacher.engine=sglang: only a teacher "
+                "in the trainer reads them; set them in config.json of the servers' model instead"
             )
         return self
 

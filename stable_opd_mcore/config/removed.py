@@ -65,8 +65,8 @@ REMOVED: dict[str, Removed] = {
     "reward.timeout_seconds": _constant(10),
     "rollout.order": Removed(
         ("submitted",),
-        "drop it: steps train on the prompts in the data's order; rollout.partial with one step "
-        "less of rollout.max_staleness has rollouts as young",
+        "drop it: steps train on the prompts in the data's order; for rollouts as fresh, set "
+        "rollout.partial=true and lower rollout.max_staleness by 1",
     ),
     "rollout.sglang.bucket_mib": _constant(512),
     "rollout.sglang.dtype": Removed((None,), "drop it: servers compute in train.precision"),

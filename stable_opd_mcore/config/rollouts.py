@@ -36,12 +36,13 @@ class SamplingConfig(Section):
     def _horizon_grows(self) -> Self:
         if (self.horizon_start is None) != (self.horizon_steps is None):
             raise ValueError(
-                "sampling.horizon_start and sampling.horizon_steps go together: set both or neither"
+                f"sampling.horizon_start={self.horizon_start} with sampling.horizon_steps="
+                f"{self.horizon_steps}: a growing horizon needs both; set both or neither"
             )
         if self.horizon_start is not None and self.horizon_start >= self.max_new_tokens:
             raise ValueError(
                 f"sampling.horizon_start={self.horizon_start} is not below sampling.max_new_tokens="
-                f"{self.max_new_tokens}, to which it grows"
+                f"{self.max_new_tokens}, to which it grows; lower it"
             )
         return self
 
@@ -87,15 +88,17 @@ class SglangConfig(Section):
     def _consistent(self) -> Self:
         if (self.placement == "external") != bool(self.urls):
             raise ValueError(
-                "sglang.placement=external and sglang.urls=[http://HOST:PORT, ...] go together"
+                f"sglang.placement={self.placement} with sglang.urls={list(self.urls)}: external "
+                "servers, and only these, need [http://HOST:PORT, ...]; set both or neither"
             )
         if self.placement == "external" and self.sync == "tensor":
             raise ValueError(
-                "sglang.sync=tensor shares memory, so it needs servers this run starts itself"
+                "sglang.sync=tensor with sglang.placement=external: it shares memory, which needs "
+                "servers that this run starts itself; set sglang.sync=null"
             )
         if self.placement == "colocated" and self.sync == "distributed":
             raise ValueError(
-                "sglang.sync=distributed with sglang.placement=colocated: a process group of NCCL "
+                "sglang.sync=distributed with sglang.placement=colocated: an NCCL process group "
                 "cannot hold one GPU twice, as trainer and as server; set sglang.sync=null"
             )
         return self
@@ -161,7 +164,7 @@ class RolloutConfig(Section):
         if self.routing_replay and not self.has_servers:
             raise ValueError(
                 f"rollout.routing_replay=true with rollout.engine={self.engine}: only sglang "
-                "servers send the experts that they chose"
+                "servers send the experts that they chose; set it to false"
             )
         if self.routing_replay and self.partial:
             raise ValueError(
@@ -185,5 +188,8 @@ class RolloutConfig(Section):
                 "max_staleness to 0"
             )
         if self.max_staleness and self.has_servers and self.sglang.placement == "colocated":
-            raise ValueError(f"{stale} needs servers with devices of their own, not colocated ones")
+            raise ValueError(
+                f"{stale} with rollout.sglang.placement=colocated: servers that sample ahead need "
+                "devices of their own; set placement to disaggregated, or max_staleness to 0"
+            )
         return self

@@ -133,8 +133,8 @@ class ObjectiveConfig(Section):
     def _own_function(self) -> Self:
         if not self.needs <= set(OWN_NEEDS) or self.needs >= {"support", "divergence"}:
             raise ValueError(
-                f"{self.name}: NEEDS is {', '.join(sorted(self.needs))}; expected a tuple of "
-                f"{', '.join(OWN_NEEDS)}, with either support or divergence, not both"
+                f"{self.name}: NEEDS is {', '.join(sorted(self.needs))}; set it to a tuple of some "
+                f"of {', '.join(OWN_NEEDS)}, and of support and divergence at most one"
             )
         return self
 
@@ -274,11 +274,12 @@ class Config(Section):
     def _whole(self) -> Self:
         if self.student.path is None and self.student.architecture is None:
             raise ValueError(
-                "student needs path (a Hugging Face directory) or architecture (random weights)"
+                "neither student.path nor student.architecture is set; set path to a Hugging Face "
+                "directory, or architecture for random weights"
             )
         if self.tokenizer.path is None and self.student.path is None:
             raise ValueError(
-                "tokenizer.path is needed when the student has no path to take it from"
+                "neither tokenizer.path nor student.path names a tokenizer; set tokenizer.path"
             )
         self._require_teacher_fits()
         if "student" in (self.memory.offload or ()) and not self.is_colocated:
@@ -306,14 +307,15 @@ class Config(Section):
         for source in self.data.sources:
             columns = source.columns
             if self.largest_lambda and columns.solution is None and columns.messages is None:
+                key = "mixture.lambda" if self.mixture.lambda_ else "guard.max_lambda"
                 raise ValueError(
-                    "mixture.lambda > 0 needs golden solutions: set data.train.columns.solution"
-                    + ("" if self.mixture.lambda_ else ", or guard.max_lambda=0")
+                    f"{key} > 0 with no column of golden solutions in {source.path}: set "
+                    f"data.train.columns.solution, or {key}=0"
                 )
             if self.teacher and source.teacher is not None and source.teacher not in routes:
                 raise ValueError(
-                    f"data.train: teacher {source.teacher!r} of {source.path} is no key of "
-                    f"teacher.routes, which has {', '.join(routes) or 'none'}"
+                    f"data.train: teacher {source.teacher!r} of {source.path} is not a key of "
+                    f"teacher.routes; name one of these: {', '.join(routes) or 'none'}"
                 )
 
     def _require_teacher_fits(self) -> None:
@@ -357,5 +359,5 @@ class Config(Section):
             raise ValueError(
                 f"fault.watchdog_minutes={limit:g} with SGLang servers, for which a run may wait "
                 f"{LONGEST_WAIT_MINUTES} minutes: the watchdog would end a run that only waits; "
-                "set more than these, or null"
+                "set it to more than that, or to null"
             )

@@ -14,7 +14,7 @@ _LARGEST_SEED = 2**63 - 1
 
 def _is_url(value: str) -> str:
     if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
-        raise ValueError(f"{value!r} is no address of a server; expected http://HOST:PORT")
+        raise ValueError(f"{value!r} is not a server's address; expected http://HOST:PORT")
     return value
 
 
@@ -39,5 +39,5 @@ class Section(BaseModel):
         largest = _LARGEST_SEED if name == "seed" else _LARGEST
         counts = type(value) is int or name.endswith("_minutes")
         if counts and value is not None and value > largest:
-            raise ValueError(f"{value:.6g} is too large; at most {largest:.6g}")
+            raise ValueError(f"{value:.6g} is too large; set at most {largest:.6g}")
         return value

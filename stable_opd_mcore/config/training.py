@@ -30,14 +30,18 @@ class ParallelConfig(Section):
     def _consistent(self) -> Self:
         if self.sequence and self.tensor == 1:
             raise ValueError(
-                "parallel.sequence=true needs parallel.tensor > 1 (it shards over the tensor ranks)"
+                "parallel.sequence=true with parallel.tensor=1: it shards over the tensor ranks; "
+                "set sequence to false, or tensor to more than 1"
             )
         if self.virtual_pipeline is not None and self.pipeline == 1:
-            raise ValueError("parallel.virtual_pipeline needs parallel.pipeline > 1")
+            raise ValueError(
+                f"parallel.virtual_pipeline={self.virtual_pipeline} with parallel.pipeline=1: it "
+                "divides pipeline stages; set it to null, or pipeline to more than 1"
+            )
         if self.expert % self.tensor and self.tensor % self.expert:
             raise ValueError(
                 f"parallel.expert={self.expert} and parallel.tensor={self.tensor}: one must divide "
-                "the other, or experts would be shared by parts of replicas"
+                "the other, so that whole replicas share experts; change one of them"
             )
         return self
 

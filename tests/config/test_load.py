@@ -38,7 +38,7 @@ def test_no_override_is_cut_at_a_hash(text):
         ("rollout.temperature=1", "did you mean sampling.temperature or evaluation.temperature?"),
         ("data.train.weight=2", "write data.train as a list, whose entries have it"),
         ("guard.xyz.a=1", "unknown key guard.xyz; keys of guard: policy, max_beta, "),
-        (f"train.steps={10**30}", "train.steps: 1e+30 is too large; at most 1e+09"),
+        (f"train.steps={10**30}", "train.steps: 1e+30 is too large; set at most 1e+09"),
         (f"train.seed={2**63}", "train.seed: 9.22337e+18 is too large"),
         ("rollout.samples_per_prompt=1000000", "Input should be less than or equal to 65536"),
         ("fault.watchdog_minutes=1e300", "1e+300 is too large"),
@@ -46,12 +46,12 @@ def test_no_override_is_cut_at_a_hash(text):
         ("sampling.temperature=0", "sampling.temperature: Input should be greater than 0"),
         ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number"),
         ("kl.beta=.nan", "kl.beta: Input should be a finite number"),
-        ("student.path=somewhere", "give either path or architecture, not both"),
-        ("train.steps", "expected key=value"),
+        ("student.path=somewhere", "path and architecture are both set; drop one"),
+        ("train.steps", "has no =: write key=value"),
         ("teacher.urls=[10.0.0.1:30000]", "expected http://HOST:PORT"),
-        ("rollout.sglang.urls=['http://']", "'http://' is no address of a server"),
-        ("run.name=\x07", "not readable as YAML"),
-        ("run.name=" + "[" * 10_000, "not readable as YAML"),
+        ("rollout.sglang.urls=['http://']", "'http://' is not a server's address"),
+        ("run.name=\x07", "not YAML; correct it"),
+        ("run.name=" + "[" * 10_000, "not YAML; correct it"),
     ],
 )
 def test_errors_name_the_key_the_file_and_the_remedy(override, message):
@@ -112,10 +112,10 @@ def test_a_base_gives_what_the_file_does_not_say(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"a": "base: b.yaml", "b": "base: a.yaml"}, r"a circle of bases: .*a\.yaml -> .*b\.yaml"),
-        ({"a": "base: a.yaml"}, r"a circle of bases"),
+        ({"a": "base: b.yaml", "b": "base: a.yaml"}, r"form a circle: .*a\.yaml -> .*b\.yaml"),
+        ({"a": "base: a.yaml"}, "its bases form a circle"),
         ({"a": "base: none.yaml"}, r"none\.yaml: no such config file"),
-        ({"a": "base: [x.yaml]"}, r"base=\['x\.yaml'\]; expected the path of one YAML file"),
+        ({"a": "base: [x.yaml]"}, r"base=\['x\.yaml'\]; set it to the path of one YAML file"),
         ({"a": "base: b.yaml", "b": "trains: {}"}, r"a\.yaml: unknown key trains; did you mean"),
     ],
 )

@@ -9,16 +9,16 @@ from tests.config.cases import run_of
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("student.path=a student.architecture={}", "give either path or architecture"),
-        ("teacher.path=a teacher.architecture={}", "give either path or architecture"),
+        ("student.path=a student.architecture={}", "path and architecture are both set"),
+        ("teacher.path=a teacher.architecture={}", "path and architecture are both set"),
         ("teacher.engine=sglang", "sglang needs one of them, and only sglang reads them"),
         ("teacher.urls=[http://a:1]", "sglang needs one of them, and only sglang reads them"),
         ("teacher.routes.math=[http://a:1]", "needs one of them, and only sglang reads them"),
         (
             "teacher.engine=sglang teacher.urls=[http://a:1] teacher.routes.math=[http://b:1]",
-            "give either teacher.urls",
+            "and teacher.routes .several.: drop one",
         ),
-        ("teacher.engine=sglang teacher.urls=[http://a:1] teacher.window=9", "teacher.window and"),
+        ("teacher.engine=sglang teacher.urls=[http://a:1] teacher.window=9", "teacher.window or"),
         (
             "teacher.path=self teacher.weights=live",
             r"weights=live and no teacher\.prompt: .*nothing to learn",

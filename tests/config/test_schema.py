@@ -14,19 +14,19 @@ SGLANG = "rollout.engine=sglang"
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("student={}", r"student needs path \(a Hugging Face directory\) or architecture"),
-        ("tokenizer={}", "tokenizer.path is needed when the student has no path"),
+        ("student={}", "neither student.path nor student.architecture is set"),
+        ("tokenizer={}", "neither tokenizer.path nor student.path names a tokenizer"),
         (
             f"{SERVED} sampling.temperature=0.7",
             "temperature=0.7 .* scores prompts only at temperature 1.*set sampling.temperature=1",
         ),
         (
             "mixture.lambda=0.1 data.train.path=d.jsonl data.train.columns.solution=null",
-            "needs golden solutions: set data.train.columns.solution",
+            "mixture.lambda > 0 with no column of golden solutions in d.jsonl: set data.train",
         ),
         (
             f"{SGLANG} fault.watchdog_minutes=40",
-            "watchdog_minutes=40 .* may wait 40 minutes: .*; set more than these, or null",
+            "watchdog_minutes=40 .* may wait 40 minutes: .*; set it to more than that, or to null",
         ),
         (f"{SERVED} fault.watchdog_minutes=3", "watchdog_minutes=3 .* may wait 40 minutes"),
         (
@@ -39,7 +39,7 @@ SGLANG = "rollout.engine=sglang"
         ('data.train=[{"path":a,"weight":0}]', "data.train.0.weight: Input should be"),
         (
             SERVED + ' data.train=[{"path":a,"teacher":b}]',
-            "teacher 'b' of a is no key of teacher.routes, which has none",
+            "teacher 'b' of a is not a key of teacher.routes; name one of these: none",
         ),
         ("objective.jsd_beta=1", "objective.jsd_beta: Input should be less than 1"),
         ("objective.discount=1.1", "objective.discount: Input should be less than or eq"),

@@ -12,8 +12,8 @@ LONGEST = COLLECTIVE_TIMEOUT_MINUTES / 4
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("parallel.sequence=true", "parallel.sequence=true needs parallel.tensor > 1"),
-        ("parallel.virtual_pipeline=2", "virtual_pipeline needs parallel.pipeline > 1"),
+        ("parallel.sequence=true", "parallel.sequence=true with parallel.tensor=1"),
+        ("parallel.virtual_pipeline=2", "virtual_pipeline=2 with parallel.pipeline=1"),
         ("parallel.expert=3 parallel.tensor=2", "expert=3 and parallel.tensor=2: one must"),
         ("parallel.tensor=0", "parallel.tensor: Input should be greater than 0"),
         (
