@@ -234,7 +234,8 @@ def refuse_small_vocabulary(model: ModelConfig, architecture: Architecture, size
     if architecture.vocab_size < size:
         raise UserError(
             f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} is "
-            f"smaller than the tokenizer's {size} tokens: take the model's own tokenizer"
+            f"smaller than the tokenizer's {size} tokens: set tokenizer.path to the "
+            "model's own, or take another model"
         )
 
 

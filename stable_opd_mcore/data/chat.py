@@ -288,7 +288,7 @@ def resolve_stop_ids(
     if not ids:
         raise DataError(
             f"{tokenizer.path}: no chat template and no file names a token that ends a response; "
-            "set student.stop_token_ids (teacher likewise)"
+            "set student.stop_token_ids (for a teacher, teacher.stop_token_ids)"
         )
     outside = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
     if outside:

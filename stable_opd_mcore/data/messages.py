@@ -30,13 +30,13 @@ def parse_messages(
         found = cast("object", value)
         raise DataError(
             f"{where} holds {type(found).__name__} {found!r:.60}; expected a list of messages, "
-            "[{role: user, content: ...}, ...]"
+            "[{role: user, content: ...}, ...]: fix or remove the row"
         )
     turns: list[Message] = []
     for number, message in enumerate(cast("list[object]", value)):
         place = f"{where}, message {number}"
         if not isinstance(message, Mapping):
-            raise DataError(f"{place} is {message!r:.60}; expected {{role: ..., content: ...}}")
+            raise DataError(f"{place} is {message!r:.60}; write {{role: ..., content: ...}}")
         # Tables of several conversations write keys that a message lacks as null.
         given = {str(k): v for k, v in cast("Any", message).items() if v not in (None, [], {})}
         if {"from", "value"} <= given.keys():
@@ -52,13 +52,13 @@ def parse_messages(
         role = given.get("role")
         if role not in _ROLES or (role == "system" and number):
             raise DataError(
-                f"{place}: role {role!r:.60}; expected user or assistant, or system in the first"
+                f"{place}: role {role!r:.60}; write user or assistant, or system in the first"
             )
         turns.append({"role": str(role), "content": text(given, place)})
     solution = turns.pop()["content"] if turns[-1]["role"] == "assistant" else None
     if not turns or turns[-1]["role"] != "user":
         raise DataError(
-            f"{where}: there is no turn of the user to answer; expected one at the end, or one "
-            "and the assistant's answer; add it or remove the row"
+            f"{where}: no user turn to answer; expected one at the end, or before the last turn "
+            "of the assistant: add it or remove the row"
         )
     return tuple(turns), solution

@@ -132,7 +132,7 @@ class PromptSet:
         self.num_dropped = len(rows) - len(kept)
         if self.num_dropped:
             numbers = self.num_dropped, len(rows), window
-            _LOG.warning("dropped %d of %d rows that exceed the window of %d", *numbers)
+            _LOG.warning("dropped %d of %d rows that exceed the window of %d tokens", *numbers)
         if not kept:
             raise DataError(
                 f"none of {len(rows)} rows fits the window of {window} tokens; lower "

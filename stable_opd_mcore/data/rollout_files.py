@@ -149,12 +149,12 @@ def _from_line(line: bytes, where: str, strict: bool) -> Rollout:
         raise DataError(
             f"{where}: {len(rollout.token_ids)} response_token_ids but "
             f"{len(rollout.rollout_logprobs)} rollout_logprobs; each token needs its "
-            "log-probability"
+            "log-probability: restore the file"
         )
     in_segments = sum(segment.num_tokens for segment in rollout.segments)
     if in_segments != len(rollout.token_ids):
         raise DataError(
             f"{where}: segments of {in_segments} tokens in all for {len(rollout.token_ids)} "
-            "response_token_ids; each token belongs to one segment"
+            "response_token_ids; each token belongs to one segment: restore the file"
         )
     return rollout

@@ -55,7 +55,9 @@ def load_rows(
     """
     if source.path.startswith(SYNTHETIC):
         if source.path != ARITHMETIC:
-            raise DataError(f"{source.path}: no such synthetic task; there is {ARITHMETIC}")
+            raise DataError(
+                f"{source.path}: no such synthetic task; set data.*.path to {ARITHMETIC}"
+            )
         rows = arithmetic_rows(source.options, source.split, source.limit)
         return [
             replace(row, columns=_kept(vars(row), with_columns, required, row.row_id))
@@ -94,8 +96,8 @@ def read_records(source: SourceConfig) -> Iterator[tuple[int, Record]]:
     unknown = source.options.keys() - {"configuration"}
     if unknown:
         raise DataError(
-            f"{source.path}: unknown data.*.options {sorted(unknown)}; the one option of files "
-            "and hub data sets is configuration"
+            f"{source.path}: unknown data.*.options {sorted(unknown)}; files and hub data "
+            "sets have only the option configuration; drop the others"
         )
     path = Path(source.path)
     is_file = path.is_file() or path.suffix in (".jsonl", ".parquet")
@@ -237,7 +239,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):
             if len(line) == _MAX_LINE_BYTES:
-                raise DataError(f"{path}:{number}: more than 64 MiB in a line; is it JSON Lines?")
+                raise DataError(f"{path}:{number}: a line over 64 MiB; write one row a line")
             if line.strip():
                 yield number, object_in_line(line, f"{path}:{number}")
 
@@ -254,7 +256,7 @@ def _read_parquet(
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(_BATCH_ROWS, columns=columns)
         yield from enumerate(record for batch in batches for record in batch.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable parquet file: {error}") from error
+        raise DataError(f"{path}: not readable as parquet; write it again: {error}") from error
 
 
 def _refuse_mixed_kinds(folder: Path) -> None:
@@ -274,7 +276,7 @@ def _read_dataset(source: SourceConfig) -> Iterator[tuple[int, Record]]:
     path = Path(source.path)
     if not path.exists() and not is_hub_id(source.path):
         raise DataError(
-            f"{source.path}: no such file or directory, and no hub id (owner/name); "
+            f"{source.path}: no such file or directory, nor a hub id (owner/name); "
             "check data.*.path"
         )
     if path.is_dir():

@@ -46,10 +46,11 @@ class ArithmeticOptions(BaseModel):
     def _consistent(self) -> Self:
         if self.min_operations > self.max_operations:
             raise ValueError(
-                f"min_operations={self.min_operations} exceeds max_operations={self.max_operations}"
+                f"min_operations={self.min_operations} exceeds max_operations="
+                f"{self.max_operations}; lower it"
             )
         if not self.recheck or not all(0 <= p < 1 for p in self.recheck):
-            raise ValueError("recheck needs one or more probabilities from 0 to below 1")
+            raise ValueError(f"recheck={self.recheck}; set probabilities from 0 to below 1")
         return self
 
 
@@ -67,11 +68,11 @@ def arithmetic_rows(options: dict[str, Any], split: str, limit: int | None = Non
         parsed = ArithmeticOptions.model_validate(options)
     except ValidationError as error:
         details = "; ".join(
-            ".".join(map(str, item["loc"])) + (": " if item["loc"] else "") + item["msg"]
+            f"{'.'.join(map(str, item['loc']))}: {item['msg']}".removeprefix(": Value error, ")
             for item in error.errors()
         )
         known = ", ".join(ArithmeticOptions.model_fields)
-        raise DataError(f"{ARITHMETIC}: options: {details} (options are: {known})") from None
+        raise DataError(f"{ARITHMETIC}: data.*.options: {details}; use {known}") from None
     count = parsed.rows if limit is None else min(parsed.rows, limit)
     return [arithmetic_row(parsed, split, index) for index in range(count)]
 

@@ -38,7 +38,7 @@ class TeacherPrompt:
             names = meta.find_undeclared_variables(environment.parse(template))
             self._template = environment.from_string(template)
         except TemplateError as error:
-            raise ConfigError(f"teacher.prompt is no valid Jinja template: {error}") from error
+            raise ConfigError(f"teacher.prompt is not valid Jinja; correct it: {error}") from error
         self.columns = frozenset(names.difference(environment.globals))
         if not self.columns:
             raise ConfigError(
@@ -56,7 +56,10 @@ class TeacherPrompt:
         try:
             message = self._template.render(row.columns or {})
         except Exception as error:  # an expression over foreign values may raise anything
-            raise DataError(f"{row.row_id}: teacher.prompt fails on this row: {error}") from error
+            raise DataError(
+                f"{row.row_id}: teacher.prompt fails on this row: {error}; correct the template or "
+                "drop the row"
+            ) from error
         found = self._tokenizer.control_token_in(message) or _SURROGATE.search(message)
         if found:
             raise DataError(

@@ -21,7 +21,7 @@ def template_variables(template: str) -> frozenset[str]:
         environment = _compile_jinja_template(template).environment  # the one that renders it
         names = meta.find_undeclared_variables(environment.parse(template))
     except TemplateError as error:
-        raise DataError(f"a chat template is no valid Jinja: {error}") from error
+        raise DataError(f"a chat template is not valid Jinja; correct it: {error}") from error
     return frozenset(
         name for name in names - _OF_THE_RENDERER if not name.endswith(("_token", "_tokens"))
     )
@@ -40,7 +40,7 @@ def refuse_unread(arguments: dict[str, object], template: str | None, path: str)
     if unread:
         raise DataError(
             f"{path}: its chat template never reads {', '.join(unread)} of chat_template_kwargs; "
-            f"it reads {', '.join(sorted(read)) or 'no argument'}"
+            f"it reads {', '.join(sorted(read)) or 'no argument'}; drop the others"
         )
 
 

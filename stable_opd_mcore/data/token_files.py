@@ -95,6 +95,7 @@ def _from_line(line: bytes, where: str) -> TokenText:
     for key, numbers in values.items():
         if len(numbers) != len(row.pieces):
             raise DataError(
-                f"{where}: column {key} has {len(numbers)} numbers for {len(row.pieces)} pieces"
+                f"{where}: column {key} has {len(numbers)} numbers for {len(row.pieces)} pieces; "
+                "expected one for each: restore the file, or delete it"
             )
     return TokenText(row.prompt_id, row.sample_index, tuple(row.pieces), values, row.golden)

@@ -74,7 +74,7 @@ def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
         raise DataError(
             f"{path}: its eos_token {backend.eos_token!r} is not in tokenizer.json; expected "
             "one of its tokens: correct tokenizer_config.json, or set student.stop_token_ids "
-            "(teacher likewise)"
+            "(for a teacher, teacher.stop_token_ids)"
         )
     return backend
 

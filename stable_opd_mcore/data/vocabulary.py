@@ -37,8 +37,8 @@ def same_vocabulary(first: Tokenizer, second: Tokenizer) -> list[RenamedToken]:
         if is_base:
             raise UserError(
                 f"{first.path} and {second.path} have different tokenizers: id {token_id} is "
-                f"{a!r} in the first and {b!r} in the second; on-policy distillation needs a "
-                "teacher with the student's vocabulary"
+                f"{a!r} in the first and {b!r} in the second; on-policy distillation needs "
+                "one vocabulary: choose a teacher with the student's"
             )
         renamed.append(RenamedToken(token_id, a, b))
     return renamed

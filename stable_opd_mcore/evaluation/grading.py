@@ -181,7 +181,7 @@ class Grader:
             paths = ", ".join(dict.fromkeys(own.path for own in self.rewards.values() if own))
             if not self._has_graded and paths:
                 raise UserError(
-                    f"{paths}: running it fails, or takes more than a minute; see its error above"
+                    f"{paths}: running it fails, or takes more than a minute; fix the error above"
                 ) from error
             if not self._has_graded:
                 raise RuntimeError(

@@ -144,7 +144,7 @@ def find_columns(lines: Iterable[bytes | None], name: str, given: Columns) -> Co
         for role in asked:
             if candidates[role] and found[role] is None:
                 raise DataError(
-                    f"{name}: no column {asked[role]} (--{role}) among {_names(record)}"
+                    f"{name}: no column {asked[role]}; give --{role} one of {_names(record)}"
                 )
         return Columns(**found)
     if first is None:

@@ -160,7 +160,7 @@ def rewarded(
         value = _users[reward](dict(columns), response)
         if isinstance(value, Real) and 0 <= float(value) <= 1:
             return float(value)
-        return "invalid", f"{value!r:.200} is no number in [0, 1]"
+        return "invalid", f"{value!r:.200} is not a number in [0, 1]"
     except MemoryError:
         os._exit(1)
     except Exception as error:  # the user's code may raise anything

@@ -55,5 +55,8 @@ def validated(model: type[_Model], record: dict[str, Any], place: str) -> _Model
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"])
     name = "".join(parts).removeprefix(".")
     if fault["type"] == "missing":
-        raise DataError(f"{place}: column {name} is missing; was the file written by this package?")
-    raise DataError(f"{place}: column {name} is {fault['input']!r:.60}: {fault['msg']}")
+        raise DataError(f"{place}: column {name} is missing; restore the file or download it again")
+    raise DataError(
+        f"{place}: column {name} is {fault['input']!r:.60}: {fault['msg']}; restore the file or "
+        "download it again"
+    )

@@ -63,12 +63,13 @@ def read_user_function(named: str, parameters: Sequence[str]) -> UserFunction:
         found = UserFunction(path, name, Path(path).read_bytes())
     except OSError as error:
         raise ConfigError(
-            f"{path}: {error.strerror}; the path is relative to the working directory, {Path.cwd()}"
+            f"{path}: {error.strerror}; give a path relative to the working directory, {Path.cwd()}"
         ) from error
     try:
         function = vars(found.module()).get(name)
     except Exception as error:  # the user's code may raise anything
-        raise ConfigError(f"{path}: importing it fails: {type(error).__name__}: {error}") from error
+        failure = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path}: importing it fails: {failure}; correct it") from error
     if not callable(function):
         raise ConfigError(f"{path}: no function {name} at its top level; {wanted}")
     try:

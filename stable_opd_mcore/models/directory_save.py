@@ -157,7 +157,8 @@ def _together(directory: Path, needed_bytes: int, action: Callable[[], _T]) -> l
     dist.barrier()
     space = describe_space(directory, needed_bytes)
     raise UserError(
-        f"{directory}: cannot be written: {reasons[0]}; {space}. Older checkpoints are intact"
+        f"{directory}: cannot be written: {reasons[0]}; {space}. Older checkpoints are intact: "
+        "make room, or give write access, and start again"
     )
 
 

@@ -211,7 +211,7 @@ def _supported_type(origin: str, fields: Mapping[str, Any]) -> str:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(
             f"{origin}: model_type {model_type!r} is not supported; "
-            f"known: {', '.join(sorted(FAMILIES))}"
+            f"take a model of one of these types: {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
     for key, wanted in family.supported.items():
@@ -225,7 +225,7 @@ def _supported_type(origin: str, fields: Mapping[str, Any]) -> str:
     if any(layer != "full_attention" for layer in layers):
         raise UserError(
             f"{origin}: layer_types={sorted(set(map(str, layers)))} is not supported for "
-            f"{model_type}; expected full_attention in every layer"
+            f"{model_type}; expected full_attention in every layer: take another model"
         )
     return model_type
 
@@ -236,13 +236,13 @@ def _heads(origin: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
     hidden = _count(origin, fields, "hidden_size")
     if fields.get("head_dim") is None and hidden % heads:
         raise UserError(
-            f"{origin}: hidden_size={hidden} is no multiple of num_attention_heads={heads}: "
+            f"{origin}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}: "
             "set head_dim"
         )
     groups = _count(origin, fields, "num_key_value_heads", heads)
     if heads % groups:
         raise UserError(
-            f"{origin}: num_attention_heads={heads} is no multiple of "
+            f"{origin}: num_attention_heads={heads} is not a multiple of "
             f"num_key_value_heads={groups}; correct config.json"
         )
     return heads, groups, fields.get("head_dim") or hidden // heads
@@ -291,10 +291,10 @@ def read_fields(source: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[st
         path = path / "config.json"
     if not path.is_file():
         raise UserError(
-            f"{path}: no such file; a model directory holds config.json and safetensors"
+            f"{path}: no such file; give a model directory, with config.json and safetensors"
         )
     if path.suffix != ".json":
-        raise UserError(f"{path}: a file; a model is a directory with config.json and safetensors")
+        raise UserError(f"{path}: a file; give a directory with config.json and safetensors")
     return str(path), read_json_object(path)
 
 
@@ -320,7 +320,7 @@ def _changed(
 def _count(origin: str, fields: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = fields.get(key, default)
     if value is None:
-        raise UserError(f"{origin}: key {key} is missing; a {fields['model_type']} config needs it")
+        raise UserError(f"{origin}: no {key}, which a {fields['model_type']} config needs; add it")
     if type(value) is not int or value < 1:
         raise UserError(f"{origin}: {key}={value!r} should be a positive whole number")
     return value
@@ -346,17 +346,18 @@ def _rotary(origin: str, fields: Mapping[str, Any]) -> tuple[float, RotaryScalin
         )
     holder = given if "rope_theta" in given else fields
     if holder.get("rope_theta") is None:
-        raise UserError(f"{origin}: key rope_theta is missing (also not in rope_parameters)")
+        raise UserError(f"{origin}: no rope_theta, nor one in rope_parameters; add it")
     theta = _number(origin, holder, "rope_theta", 0.0)
     kind = _rotary_kind(given)["rope_type"]
     if kind == "default":
         return theta, None
     if kind not in ("linear", "llama3"):
         raise UserError(
-            f"{origin}: rope_type {kind!r} is not supported; expected default, linear or llama3"
+            f"{origin}: rope_type {kind!r} is not supported; expected default, linear or llama3: "
+            "take another model"
         )
     if "factor" not in given:
-        raise UserError(f"{origin}: rope_type {kind!r} needs the key factor")
+        raise UserError(f"{origin}: no factor, which rope_type {kind!r} needs; add it")
     return theta, RotaryScaling(
         kind=kind,
         factor=_number(origin, given, "factor", 1.0),

@@ -61,7 +61,10 @@ def refuse_fp8_on_device(fp8: Fp8) -> None:
         )
     cuda = torch.version.cuda or "0.0"
     if fp8.recipe == "blockwise" and tuple(map(int, cuda.split(".")[:2])) < (12, 9):
-        raise UserError(f"{fp8.setting}: torch is built for CUDA {cuda}, and the recipe needs 12.9")
+        raise UserError(
+            f"{fp8.setting}: torch is built for CUDA {cuda}, and the recipe needs 12.9; install a "
+            f"newer torch, or set fp8.{fp8.role}=null"
+        )
 
 
 def megatron_settings(fp8: Fp8, *, trainable: bool) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def export_hf(
                 write_config(architecture, dtype, partial)
                 save_tokenizer(partial)
         except (OSError, SafetensorError) as error:
-            space = describe_space(directory, sum(sizes.values()))
+            space = f"{describe_space(directory, sum(sizes.values()))}; make room there"
             raise UserError(f"{directory}: cannot be written: {error}; {space}") from error
     else:
         for _ in iter_hf_tensors(chunks):
@@ -167,7 +167,9 @@ class _Checkpoint:
             try:
                 self._file_of = dict(json.loads(index.read_bytes())["weight_map"])
             except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-                raise UserError(f"{index}: not an index of safetensors files ({error})") from None
+                raise UserError(
+                    f"{index}: not an index of safetensors files ({error}); download it again"
+                ) from None
             if single.is_file() and _SINGLE not in self._file_of.values():
                 raise UserError(
                     f"{self._directory}: holds two sets of weights, {_SINGLE} and the files of "
@@ -176,7 +178,9 @@ class _Checkpoint:
         elif single.is_file():
             self._file_of = dict.fromkeys(self._handle(_SINGLE).keys(), _SINGLE)
         else:
-            raise UserError(f"{self._directory}: has neither {_SINGLE} nor {_INDEX}")
+            raise UserError(
+                f"{self._directory}: neither {_SINGLE} nor {_INDEX}; download the weights"
+            )
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -186,9 +190,8 @@ class _Checkpoint:
         """Refuse a missing, misshapen or additional tensor; every rank checks all of them."""
         wanted = tensors.hf_shapes(architecture)
         hint = (
-            "is this the checkpoint of another architecture? The model is "
-            f"{architecture.model_type} with {architecture.num_layers} layers "
-            f"of {architecture.hidden_size}"
+            f"the model is {architecture.model_type} with {architecture.num_layers} layers of "
+            f"{architecture.hidden_size}: give a complete checkpoint of this architecture"
         )
         for name, shape in wanted.items():
             if name not in self._file_of:
@@ -238,7 +241,7 @@ class _Checkpoint:
         """A slice of each dimension of a tensor; only these bytes are read from the file."""
         tensor = self._handle(self._file_of[name]).get_slice(name)[part]
         if self.fault is None and not is_finite(tensor):
-            self.fault = f"{self._path(name)}: tensor {name} holds NaN or infinity"
+            self.fault = f"{self._path(name)}: tensor {name} holds NaN or infinity; replace it"
         return tensor
 
     def _view(self, name: str) -> Any:
@@ -246,7 +249,8 @@ class _Checkpoint:
             return self._handle(self._file_of[name]).get_slice(name)
         except SafetensorError:
             raise UserError(
-                f"{self._path(name)}: tensor {name} is not in this file, but {_INDEX} lists it here"
+                f"{self._path(name)}: tensor {name} is not in this file, but {_INDEX} lists it "
+                "here; download both again"
             ) from None
 
     def _path(self, name: str) -> Path:
@@ -256,7 +260,7 @@ class _Checkpoint:
         if file not in self._open:
             path = self._directory / file
             if not path.is_file():
-                raise UserError(f"{path}: no such file, but {_INDEX} lists it")
+                raise UserError(f"{path}: no such file, but {_INDEX} lists it; download it")
             try:
                 self._open[file] = safe_open(path, framework="pt").__enter__()
             except (OSError, SafetensorError) as error:

@@ -105,7 +105,7 @@ def load_weights(chunks: Sequence[Module], path: str | Path) -> None:
         loaded: Any = dist_checkpointing.load(weights_of(chunks), str(path))
     except CheckpointException as error:
         causes = [str(cause) for cause, _ in error.failures.values()]
-        raise UserError(f"{path}: not the weights of this model: {causes[0]}") from error
+        raise UserError(f"{path}: not this model's weights ({causes[0]}); give its own") from error
     set_weights(chunks, loaded)
     refuse_non_finite(chunks, str(path))
 
@@ -128,5 +128,6 @@ def refuse_foreign_pickle(checkpoint: Path) -> None:
             _MetadataUnpickler(file).load()
     except Exception as error:  # unpickling damaged bytes can raise any exception
         raise UserError(
-            f"{path}: not a checkpoint's metadata ({error}); the file is damaged or hostile"
+            f"{path}: not a checkpoint's metadata ({error}); the file is damaged or hostile: copy "
+            "the checkpoint again from a source that you trust"
         ) from error

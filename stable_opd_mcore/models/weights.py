@@ -122,7 +122,10 @@ def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
     bad = None if all(finite) else ", ".join(parameters[finite.index(False)][1].hf_names)
     for name in gather_objects(bad):
         if name is not None:
-            raise NotFiniteError(f"{origin}: tensor {name} holds NaN or infinity")
+            raise NotFiniteError(
+                f"{origin}: tensor {name} holds NaN or infinity; take finite weights, such as "
+                "those of an earlier checkpoint"
+            )
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -148,7 +148,7 @@ def read_run(path: str | Path) -> tuple[list[dict[str, Any]], list[dict[str, Any
     lines = [row for _, row in _lines(path)]
     rows = [row for row in lines if "event" not in row]
     if not rows:
-        raise UserError(f"{path}: no rows; the run has not finished its first step")
+        raise UserError(f"{path}: no rows; wait until the run has finished its first step")
     return rows, [row for row in lines if "event" in row]
 
 
@@ -182,13 +182,13 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
-            raise UserError(f"{where}: not JSON ({error})") from error
+            raise UserError(f"{where}: not JSON ({error}); remove the line") from error
         if isinstance(row, dict) and "event" in row:
             validated(_Event, row, where)
         else:
             step = validated(_Row, row, where).step
             if step <= last_step:
-                raise UserError(f"{where}: step {step} after step {last_step}; steps must increase")
+                raise UserError(f"{where}: step {step} after step {last_step}; remove the line")
             last_step = step
         found.append((line, row))
     return found

@@ -110,7 +110,7 @@ def _columns(
 
 def _recipe(name: str, columns: Mapping[str, str], sft_rows: int) -> Recipe:
     if name not in RECIPES:
-        raise UserError(f"--recipe {name}: no such recipe; there are {', '.join(RECIPES)}")
+        raise UserError(f"--recipe {name}: no such recipe; give one of {', '.join(RECIPES)}")
     if columns and name != "rows":
         raise UserError(
             f"--{next(iter(columns))}: --recipe {name} has columns of its own; leave it out, or "
@@ -133,7 +133,7 @@ def _require_new_files(
         whose = "a benchmark" if name in BENCHMARKS else "another source's dropped rows"
         raise UserError(
             f"{origin}: its rows would be written to {name}.jsonl, which is the file of {whose}; "
-            "give --source a copy of another name"
+            "give --source a copy with another name"
         )
     read = {path.resolve() for path in sources}
     for path in written:

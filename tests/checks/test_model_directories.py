@@ -122,7 +122,7 @@ def test_missing_misshapen_truncated_and_absent_weights_are_refused(tmp_path, mo
     with pytest.raises(UserError, match="not readable, probably truncated"):
         check(tmp_path, path)
     file.unlink()
-    with pytest.raises(UserError, match=r"has neither model\.safetensors nor"):
+    with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
         check(tmp_path, path)
 
 

@@ -63,12 +63,12 @@ def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configu
         (None, "holds NoneType None; expected a list of messages"),
         ("1+1?", "holds str '1+1?'; expected a list of messages"),
         ([], "holds list []; expected a list"),
-        (["1+1?"], "message 0 is '1+1?'; expected {role"),
+        (["1+1?"], "message 0 is '1+1?'; write {role"),
         ([[ASK]], "message 0 is [{'role'"),
-        ([{"role": "tool", "content": "x"}], "message 0: role 'tool'; expected user or assistant"),
+        ([{"role": "tool", "content": "x"}], "message 0: role 'tool'; write user or assistant"),
         ([{"content": "x"}], "message 0: role None"),
         ([{"role": ["user"], "content": "x"}], "message 0: role ['user']"),
-        ([ASK, SYSTEM], "message 1: role 'system'; expected user or assistant, or system in the"),
+        ([ASK, SYSTEM], "message 1: role 'system'; write user or assistant, or system in the"),
         ([{"role": "user"}], "message 0: column 'content' (message) is empty"),
         ([{"role": "user", "content": " "}], "column 'content' (message) is empty"),
         (
@@ -80,9 +80,9 @@ def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configu
         ([{"from": "human", "value": "1+1?"}], "ShareGPT's form, with from and value; rename"),
         ([{"role": "user", "content": "\ud800"}], "has a lone surrogate"),
         ([ASK, {**TWO, "tool_calls": [{"id": "1"}]}], "message 1 has tool_calls; only role and"),
-        ([TWO], "no turn of the user to answer"),
-        ([SYSTEM], "no turn of the user to answer"),
-        ([ASK, TWO, FOUR], "no turn of the user to answer"),
+        ([TWO], "no user turn to answer"),
+        ([SYSTEM], "no user turn to answer"),
+        ([ASK, TWO, FOUR], "no user turn to answer"),
     ],
 )
 def test_hostile_conversations_are_refused_with_file_row_and_key(tmp_path, messages, message):

@@ -112,7 +112,7 @@ def test_overlong_rows_can_be_dropped_and_are_counted(caplog):
         prompts = make_set(window=35, overlong="drop")
     assert [prompts[i].prompt_id for i in range(len(prompts))] == ["s:1"]
     assert prompts.num_dropped == 2
-    assert caplog.messages == ["dropped 2 of 3 rows that exceed the window of 35"]
+    assert caplog.messages == ["dropped 2 of 3 rows that exceed the window of 35 tokens"]
     with pytest.raises(DataError, match="none of 3 rows fits the window of 10"):
         make_set(window=10, overlong="drop")
 

@@ -82,7 +82,7 @@ def test_repeated_rechecks_have_the_given_probabilities():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rowz": 3}, "rowz.*options are: rows, seed"),
+        ({"rowz": 3}, "rowz.*use rows, seed"),
         ({"min_operations": 6}, "min_operations=6 exceeds max_operations=5"),
         ({"recheck": [0.5, 1.0]}, "from 0 to below 1"),
     ],

@@ -25,7 +25,7 @@ def test_variables_are_what_a_template_reads_and_nobody_else_gives():
         "{% endgeneration %}{% if loop.last %}{% break %}{% endif %}{% endfor %}{{ a + b }}"
         "{% if enable_thinking is defined and add_generation_prompt %}{% endif %}"
     ) == {"b", "enable_thinking"}
-    with pytest.raises(DataError, match="no valid Jinja"):
+    with pytest.raises(DataError, match="not valid Jinja"):
         template_variables("{% if %}")
 
 

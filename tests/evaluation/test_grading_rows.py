@@ -52,7 +52,7 @@ def test_usual_names_are_found_in_the_first_readable_row(tmp_path):
         DataError, match="no column reply among error, id; name the response's with"
     ):
         found_in(path, Columns(response="reply"))
-    with pytest.raises(DataError, match=r"no column a\.b \(--group\) among completion, id, level"):
+    with pytest.raises(DataError, match=r"no column a\.b; give --group one of completion, id, "):
         found_in(path, Columns(group="a.b"))
 
 

@@ -131,7 +131,7 @@ def _assert_refused(
 
 def test_weights_of_another_architecture_are_refused(checkpoint: Path, world: World) -> None:
     _assert_refused(
-        checkpoint, world, r"shape \(53, 32\), expected \(53, 40\).*another arch", hidden_size=40
+        checkpoint, world, r"shape \(53, 32\), expected \(53, 40\).*give a comp", hidden_size=40
     )
     _assert_refused(checkpoint, world, r"layers.4\..* is missing", num_hidden_layers=5)
     _assert_refused(checkpoint, world, r"layers.3\..* no place in the model", num_hidden_layers=3)

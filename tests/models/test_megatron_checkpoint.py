@@ -124,7 +124,9 @@ def test_a_weight_that_the_checkpoint_lacks_is_an_error(
     name = "decoder.final_layernorm.weight"
     item = tree["model0"].pop(name)
     save_directory(tree, chunks, tmp_path / "model", lambda _: None)
-    with pytest.raises(UserError, match=rf"model: not the weights .*{name} from model not in"):
+    with pytest.raises(
+        UserError, match=rf"model: not this model's weights .*{name} from model not in"
+    ):
         load_weights(chunks, tmp_path / "model")
     loaded = {"model0": dict(chunks[0].state_dict())}
     del loaded["model0"][name]

@@ -21,7 +21,7 @@ def inputs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recipe": "math"}, "--recipe math: no such recipe; there are openr1, "),
+        ({"recipe": "math"}, "--recipe math: no such recipe; give one of openr1, "),
         ({"student": "gone"}, "gone: no such tokenizer directory"),
         ({"columns": {"problem": "q"}}, "--problem: --recipe openr1 has columns of its own"),
         ({"recipe": "gsm8k"}, "--sft-rows 100: only --recipe openr1 splits its rows; leave it out"),
@@ -95,7 +95,7 @@ def test_no_file_of_a_preparation_replaces_another(inputs, tmp_path):
     for name, whose in (("amc", "a benchmark"), ("mine_dropped", "another source's dropped rows")):
         source = tmp_path / f"{name}.jsonl"
         source.write_text('{"problem": "x", "answer": "1"}\n')
-        message = rf"{name}\.jsonl, which is the file of {whose}; give --source a copy of another"
+        message = rf"{name}\.jsonl, which is the file of {whose}; give --source a copy with another"
         with pytest.raises(UserError, match=message):
             small_preparation(inputs, tmp_path / "out", source=str(source), **options)
     with pytest.raises(UserError, match=r"amc\.jsonl would replace its own source; name another"):

@@ -147,7 +147,7 @@ def test_a_file_that_breaks_off_and_a_line_that_is_no_row_end_the_command(inputs
     data = bytearray(next((inputs[0] / "openr1").iterdir()).read_bytes())
     data[4:2000] = b"x" * 1996
     broken.write_bytes(data)
-    ends(broken, r"broken\.parquet: not a readable parquet file: ")
+    ends(broken, r"broken\.parquet: not readable as parquet; ")
     (tmp_path / "a.jsonl").write_text('{"problem": " ", "answer": "1"}\n')
     ends(tmp_path / "a.jsonl", r"none of 1 rows is kept; the first one: a\.jsonl:1 malformed")
     (tmp_path / "b.jsonl").write_text('{"problem": "1", "answer": "1"}\n{"problem')
