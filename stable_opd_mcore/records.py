@@ -57,15 +57,15 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise UserError(
-                f"temperature {self.temperature} is negative; 0 is greedy, 1 the model itself"
+                f"temperature {self.temperature} is negative; set 0 for greedy decoding, or more"
             )
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise UserError(
-                f"temperature {self.temperature} is too small to divide logits by: at least "
+                f"temperature {self.temperature} is too small to divide logits by: set at least "
                 f"{MIN_TEMPERATURE}, or 0 for greedy decoding"
             )
         if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p {self.top_p} is outside (0, 1]; 1 keeps the whole distribution")
+            raise UserError(f"top_p {self.top_p} is outside (0, 1]; set 1 for all tokens")
         for name in ("max_new_tokens", "num_samples"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} {getattr(self, name)} must be at least 1")

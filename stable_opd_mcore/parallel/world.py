@@ -141,7 +141,7 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
         raise UserError(
             f"parallel.expert={parallel.expert} does not divide the "
             f"{world_size // parallel.pipeline} ranks of each pipeline stage (tensor x context x "
-            "data): start a multiple of them (torchrun --nproc-per-node), or lower parallel.expert"
+            "data): start more of them (torchrun --nproc-per-node), or lower parallel.expert"
         )
     layout = parallel.model_dump(exclude={"sequence"})
     if parallel_state.model_parallel_is_initialized():

@@ -130,8 +130,8 @@ def longest_work(config: Config, student: Architecture) -> Work:
     window, response = student.max_positions, config.sampling.max_new_tokens
     if response >= window:
         raise UserError(
-            f"sampling.max_new_tokens={response} leaves no prompt in the student's window of "
-            f"{window} positions: lower it below {window}, or raise student.window"
+            f"sampling.max_new_tokens={response} leaves no room for a prompt in the student's "
+            f"window of {window} positions: lower it below {window}, or raise student.window"
         )
     prompt = min(PROMPT_TOKENS, window - response)
     budget = config.train.micro_batch_tokens

@@ -72,7 +72,7 @@ class EmbeddedEngine(RolloutEngine):
             raise UserError(
                 f"the student has {architecture.vocab_size} vocabulary entries, fewer than the "
                 f"{self.vocab_size} of its tokenizer, which belongs to another model: set "
-                "tokenizer.path"
+                "tokenizer.path to the student's"
             )
         self._window = architecture.max_positions
         # responses sampled ahead by step, finished or not; evaluations differ in sampling or step

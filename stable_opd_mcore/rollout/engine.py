@@ -79,7 +79,7 @@ def check_prompts(
             raise UserError(
                 f"prompt {prompt.prompt_id}: token id {low if low < 0 else high} is outside the "
                 f"model's vocabulary of {vocab_size}; the tokenizer belongs to another model: set "
-                "tokenizer.path"
+                "tokenizer.path to the student's"
             )
         total = len(ids) + sampling.max_new_tokens
         if total > window:

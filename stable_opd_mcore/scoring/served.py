@@ -39,7 +39,7 @@ class ServedScorer(Scorer):
         self._list_size = (self.top_k or 0) + max(0, len(merged) - 1)  # see merge_entries
         if self._list_size > self.vocab_size:
             raise UserError(
-                f"top-{self.top_k} of a vocabulary of {self.vocab_size}: lower objective.top_k"
+                f"objective.top_k={self.top_k} exceeds the {self.vocab_size} tokens: lower it"
             )
         own = sorted({*self.stop_ids, *merged}.difference(self.columns_before))
         self._extra_ids = (*self.columns_before, *own)

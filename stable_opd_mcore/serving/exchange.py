@@ -53,7 +53,7 @@ class RefusedRequest(UserError):
 
     def __str__(self) -> str:
         url, path, status, detail = self.args
-        return f"{url}{path}: HTTP {status}: {detail}"
+        return f"{url}{path}: HTTP {status}: {detail}; see the server's log (401: api_key_file)"
 
 
 class Server(NamedTuple):

@@ -127,7 +127,7 @@ class HttpProcess:
         except (EOFError, OSError):
             error = UserError(
                 f"the process that talks to servers ended with code {process.wait()} as it "
-                "started; its last output is above"
+                "started; fix what its output above shows"
             )
         if error is not None:
             raise error

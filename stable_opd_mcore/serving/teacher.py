@@ -272,4 +272,4 @@ class ServedTeacher:
         silent_since = max(self._waits_since, self._answered[asked.route])
         if time.monotonic() - silent_since > self.patience_seconds:
             waited = f"no teacher answered for {self.patience_seconds:.0f} s"
-            self.lost = self.lost or f"{waited}; last failure: {failure}"
+            self.lost = self.lost or f"{waited}: {failure}; restart its servers, then the run"

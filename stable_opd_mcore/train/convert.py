@@ -31,7 +31,7 @@ def convert(
     require_new_directory(target)
     if not source.is_dir():
         raise UserError(
-            f"{source}: no directory; give that of a model, with config.json, or of a checkpoint"
+            f"{source}: not a directory; give that of a model, with config.json, or of a checkpoint"
         )
     holder = tokenizer or source
     if not (holder / "tokenizer.json").is_file():

@@ -159,7 +159,7 @@ def _model_in(path: Path) -> EvaluatedModel:
         step = record.get("state", record).get("step")
         name = record.get("run") or (run.name if run is not None else None)
     except (ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file}: not what a run writes ({error})") from error
+        raise UserError(f"{file}: not what a run writes ({error}); restore it") from error
     if type(step) is not int or step < 0:
         step = None
     own = checkpoint_name(step) if step is not None and run is not None else path.absolute().name
@@ -169,10 +169,10 @@ def _model_in(path: Path) -> EvaluatedModel:
 
 def _require_model(path: Path) -> Path:
     if not path.is_dir():
-        raise UserError(f"{path}: no such directory; evaluation.model names a model or a run")
+        raise UserError(f"{path}: no such directory; set evaluation.model to a model or a run")
     if not (path / "config.json").is_file():
         raise UserError(
             f"{path}: neither a run (it has no {RunDirectory(path).resolved.name}) nor a model "
-            "(no config.json) nor a checkpoint"
+            "(no config.json) nor a checkpoint; give one of them"
         )
     return path

@@ -65,7 +65,7 @@ def test_the_largest_logits_have_global_ids():
     assert values[0, 6:].tolist() == [-torch.inf] * 2
     values, _ = ABSENT.top_k(logits[:, :0], 16)
     assert values.tolist() == [[-torch.inf] * 16]
-    with pytest.raises(UserError, match=r"^top-17 of a vocabulary of 16: lower objective\.top_k$"):
+    with pytest.raises(UserError, match=r"^objective\.top_k=17 exceeds the 16 tokens: lower it$"):
         SHARD.top_k(logits, 17)
 
 

@@ -83,12 +83,12 @@ def test_the_example_of_an_objective_equals_its_definition():
         ("def own(rows, settings): return rows.logprob / 0", "expected finite numbers"),
         (
             "NEEDS = ('logits',)\ndef own(rows, settings): ...",
-            "NEEDS is logits; expected a tuple of",
+            "NEEDS is logits; set it to a tuple of",
         ),
-        ("NEEDS = len\ndef own(rows, settings): ...", "NEEDS is .*len.*; expected a tuple"),
+        ("NEEDS = len\ndef own(rows, settings): ...", "NEEDS is .*len.*; set it to a tuple"),
         (
             "NEEDS = 'support', 'divergence'\ndef own(rows, settings): ...",
-            "either support or divergence",
+            "support and divergence at most one",
         ),
         ("def own(rows): ...", r"expected def own\(rows, settings\)"),
     ],

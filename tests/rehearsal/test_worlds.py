@@ -97,7 +97,7 @@ MISTAKES = {  # config, trainer nodes, server nodes, settings -> what the refusa
     ),
     "responses fill the window": (
         ("stable_opd_7b", 1, 0, "sampling.max_new_tokens=16384"),
-        "max_new_tokens=16384 leaves no prompt in the student's window of 16384",
+        "max_new_tokens=16384 leaves no room for a prompt in the student's window of 16384",
     ),
     "idle GPUs": (
         ("stable_opd_7b", 1, 1, "rollout.sglang.num_servers=1", "rollout.sglang.tensor=4"),

@@ -43,9 +43,9 @@ def test_impossible_prompts_are_refused(ids, sampling, message):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"temperature": -0.1}, "temperature -0.1 is negative; 0 is greedy"),
-        ({"temperature": 1e-320}, "too small to divide logits by: at least 0.001, or 0 for"),
-        ({"temperature": 5e-4}, "too small to divide logits by: at least 0.001, or 0 for"),
+        ({"temperature": -0.1}, "temperature -0.1 is negative; set 0 for greedy"),
+        ({"temperature": 1e-320}, "too small to divide logits by: set at least 0.001, or 0 for"),
+        ({"temperature": 5e-4}, "too small to divide logits by: set at least 0.001, or 0 for"),
         ({"top_p": 0.0}, r"top_p 0.0 is outside \(0, 1\]"),
         ({"top_p": 1.01}, r"top_p 1.01 is outside \(0, 1\]"),
         ({"max_new_tokens": 0}, "max_new_tokens 0 must be at least 1"),

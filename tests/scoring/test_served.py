@@ -102,5 +102,5 @@ def test_other_stages_and_micro_batches_without_samples_have_no_scores():
     assert scores.topk_ids_NK is not None
     assert (scores.logprob_N.shape, scores.topk_ids_NK.shape) == ((0,), (0, 3))
     assert ServedScorer(False, vocab_size=VOCABULARY).score([empty]) == []
-    with pytest.raises(ValueError, match="top-13 of a vocabulary of 12"):
+    with pytest.raises(ValueError, match="top_k=13 exceeds the 12 tokens"):
         ServedScorer(True, vocab_size=VOCABULARY, top_k=13)

@@ -32,7 +32,7 @@ def test_scores_equal_log_softmax():
 def test_a_list_longer_than_the_vocabulary_is_refused():
     case = make_case(make_config(), 4, 7)
     head, targets = Head(case.weight_VH, 0, 7), case.batch.targets_N
-    with pytest.raises(ValueError, match="top-8 of a vocabulary of 7"):
+    with pytest.raises(ValueError, match="top_k=8 exceeds the 7 tokens"):
         score(case.hidden_NH, head, targets, temperature=1.0, top_k=8)
 
 

@@ -88,7 +88,7 @@ def test_a_config_may_set_the_chat_templates_arguments_of_another_runs_model(tmp
 
 
 def test_targets_that_are_none_end_with_one_line(tmp_path, run):
-    with pytest.raises(UserError, match=r"neither a run .* nor a model .* nor a checkpoint$"):
+    with pytest.raises(UserError, match=r"neither a run .* nor a model .* a checkpoint; give one"):
         evaluation_config(tmp_path)
     file = run / "config.resolved.yaml"
     with pytest.raises(UserError, match=r"is a config already; leave out --config"):
@@ -121,7 +121,7 @@ def find_models(rank, world_size, home):
     (run / "model").rename(home / "copied model")
     assert found(model=str(home / "copied model")).name == "copied_model"
     assert found(model=str(home / "copied model")).step == 8
-    with pytest.raises(UserError, match=r"no such directory; evaluation\.model names"):
+    with pytest.raises(UserError, match=r"no such directory; set evaluation\.model to"):
         found(model=str(run / "model"))
     (home / "copied model" / "trained.json").write_text(json.dumps([8]))
     with pytest.raises(UserError, match=r"trained\.json: not what a run writes"):

@@ -37,7 +37,7 @@ def serve(config: Config, *, teacher: bool, say: Callable[[str], None]) -> None:
     sglang = config.rollout.sglang
     if sglang.placement == "external":
         raise ConfigError(
-            "serve starts servers, and rollout.sglang.placement=external: set it to disaggregated"
+            "rollout.sglang.placement=external, but serve starts servers: set it to disaggregated"
         )
     folder = config.run.files.teacher_servers if teacher else config.run.files.servers
     model = _model(config, teacher, folder)
@@ -66,7 +66,7 @@ def serve(config: Config, *, teacher: bool, say: Callable[[str], None]) -> None:
         say("urls: " + ",".join(server.url for server in servers))
         while not (dead := [server.log for server in servers if not server.is_running]):
             time.sleep(_POLL_SECONDS)
-        raise ConfigError(f"a server ended; its log says why: {', '.join(map(str, dead))}")
+        raise ConfigError(f"a server ended; fix what its log shows: {', '.join(map(str, dead))}")
 
 
 def _end(*_: object) -> NoReturn:
@@ -91,6 +91,6 @@ def _model(config: Config, teacher: bool, folder: Path) -> Path:
         return write_model_config(configured_architecture(config.student), folder / "model")
     if config.teacher is None or config.teacher.path is None:
         raise ConfigError(
-            "serve --teacher needs teacher.path, and it is not set: give a directory with weights"
+            "serve --teacher without teacher.path: set it to a model directory with weights"
         )
     return Path(config.teacher.path)

@@ -30,7 +30,7 @@ def warn_of_equal_models(step: int, metrics: Mapping[str, float | None]) -> None
     if kl is not None and step <= _FIRST_STEPS and abs(kl) < _NO_DIFFERENCE:
         logger.warning(
             "step %d: KL(student || teacher) is %.1g, so the student learns nothing from the "
-            "teacher: teacher.path may hold the student's own weights",
+            "teacher; set teacher.path to other weights than the student's, or teacher.prompt",
             step,
             kl,
         )
@@ -77,7 +77,7 @@ def roll_back(run: Run, state: TrainState) -> TrainState:
     if fault := find_fault(path):
         raise UserError(
             f"step {state.step}: the guard would return to {path}, which cannot be used: {fault}. "
-            "Resume from an earlier checkpoint, or set guard.policy=warn with --accept-changes"
+            "Restore it from a copy, or set guard.policy=warn with --accept-changes"
         )
     run.memory.hold(*phases.save_parts(run.config))
     load_checkpoint(path, run.student, run.moving)

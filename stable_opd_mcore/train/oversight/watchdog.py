@@ -82,7 +82,7 @@ class Watchdog:
             yield
         except OSError as error:
             if not self._warned:
-                logger.warning("progress is missed: %s; later errors are not logged", error)
+                logger.warning("watchdog misses progress: %s; later errors are not logged", error)
             self._warned = True
 
     def _beat(self, seconds: float) -> None:

@@ -15,8 +15,8 @@ EXTERNAL = ("rollout.sglang.placement=external", "rollout.sglang.urls=[http://ho
 @pytest.mark.parametrize(
     ("overrides", "teacher", "message"),
     [
-        (EXTERNAL, False, r"serve starts servers, and .*set it to disaggregated"),
-        ((), True, r"serve --teacher needs teacher\.path"),  # its weights would be random
+        (EXTERNAL, False, r"external, but serve starts servers: set it to disaggregated"),
+        ((), True, r"serve --teacher without teacher\.path"),  # its weights would be random
     ],
 )
 def test_refusals(overrides, teacher, message):

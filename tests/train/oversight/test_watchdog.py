@@ -54,4 +54,4 @@ def test_waiting_ranks_are_not_ended_while_one_makes_progress(end, code, tmp_pat
 
 def test_progress_that_cannot_be_written_ends_nothing(tmp_path, caplog):
     Watchdog(1.0, tmp_path / "absent", 0).progress()
-    assert "progress is missed: [Errno 2]" in caplog.text
+    assert "watchdog misses progress: [Errno 2]" in caplog.text
