@@ -259,7 +259,7 @@ def refuse_unused_expert_ranks(config: Config, student: Architecture) -> None:
     if config.parallel.expert > 1 and all(model.experts is None for model in models):
         names = " and ".join(model.model_type for model in models)
         raise UserError(
-            f"parallel.expert={config.parallel.expert}: {names} have no experts to share out: set "
+            f"parallel.expert={config.parallel.expert}: {names} have no experts to distribute: set "
             "parallel.expert=1"
         )
 

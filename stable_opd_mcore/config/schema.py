@@ -284,7 +284,7 @@ class Config(Section):
         self._require_teacher_fits()
         if "student" in (self.memory.offload or ()) and not self.is_colocated:
             raise ValueError(
-                "memory.offload names `student`, whose weights only colocated servers do not need: "
+                "memory.offload names `student`, which moves only while colocated servers sample: "
                 f"rollout.engine={self.rollout.engine}, rollout.sglang.placement="
                 f"{self.rollout.sglang.placement}; leave it out, or colocate SGLang servers"
             )
@@ -328,8 +328,8 @@ class Config(Section):
             )
         if served and self.fp8.teacher:
             raise ValueError(
-                f"fp8.teacher={self.fp8.teacher} with teacher.engine=sglang: the precision of a "
-                "served teacher is its servers'; set fp8.teacher=null or teacher.engine=megatron"
+                f"fp8.teacher={self.fp8.teacher} with teacher.engine=sglang: the servers choose a "
+                "served teacher's precision; set fp8.teacher=null or teacher.engine=megatron"
             )
         if self.teacher_shares == "student" and self.fp8.teacher:
             raise ValueError(

@@ -189,8 +189,8 @@ def _content(message: Record, where: str) -> str:
     content = message.get("content")
     if not isinstance(content, str | int | float | None) or isinstance(content, bool):
         raise DataError(
-            f"{where}: content holds {type(content).__name__}, not text; write it as one text, "
-            "parts of a list joined, or remove the row"
+            f"{where}: content holds {type(content).__name__}, not text; write it as one text "
+            "(join the parts of a list), or remove the row"
         )
     return _text({"content": content}, "content", where, "message")
 

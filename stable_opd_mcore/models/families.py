@@ -342,7 +342,7 @@ def _rotary(origin: str, fields: Mapping[str, Any]) -> tuple[float, RotaryScalin
     if _rotary_kind(scaling) != _rotary_kind(given):
         raise UserError(
             f"{origin}: rope_parameters={given} and rope_scaling={fields['rope_scaling']} differ; "
-            "keep the one that is meant"
+            "keep the right one"
         )
     holder = given if "rope_theta" in given else fields
     if holder.get("rope_theta") is None:

@@ -173,7 +173,7 @@ class _Checkpoint:
             if single.is_file() and _SINGLE not in self._file_of.values():
                 raise UserError(
                     f"{self._directory}: holds two sets of weights, {_SINGLE} and the files of "
-                    f"{_INDEX}; move the one away that is not meant"
+                    f"{_INDEX}; move away the wrong one"
                 )
         elif single.is_file():
             self._file_of = dict.fromkeys(self._handle(_SINGLE).keys(), _SINGLE)

@@ -199,7 +199,7 @@ def test_dry_run_prints_the_batch_script_of_each_job(launcher):
         (["size=7b"], "no executor is given: add run.executor=slurm or"),
         (
             ["run.executor=slurm", "grid=kl.beta+mixture.lambda=0.1"],
-            "is no axis; expected KEY=VALUE",
+            "is not an axis; expected KEY=VALUE",
         ),
     ],
 )

@@ -105,7 +105,7 @@ MISTAKES = {  # config, trainer nodes, server nodes, settings -> what the refusa
     ),
     "expert ranks without experts": (
         ("smoke_cpu", 1, 0, "parallel.expert=2"),
-        "parallel.expert=2: qwen2 and qwen2 have no experts to share out",
+        "parallel.expert=2: qwen2 and qwen2 have no experts to distribute",
     ),
     "an unknown model": (
         ("stable_opd_7b", 1, 0, "student.path=/nowhere"),
