@@ -84,6 +84,7 @@ def await_answer(
     client: SglangClient,
     give_up: Callable[[], bool],
     is_running: Callable[[], bool] = lambda: True,
+    seconds: float = timeouts.START,
 ) -> str | None:
     """Block until a server answers. Returns None, or why this waits no longer."""
     began = time.monotonic()
@@ -92,8 +93,8 @@ def await_answer(
             return "ended"
         if give_up():
             return "did not answer yet, and a stop was requested"
-        if time.monotonic() - began > timeouts.START:
-            return f"did not answer in {timeouts.START:g} s"
+        if time.monotonic() - began > seconds:
+            return f"did not answer in {seconds:g} s"
         time.sleep(_POLL_SECONDS)
     return None
 
@@ -152,7 +153,8 @@ class SglangServer:
         """Block until the server answers. If it ended, its time to start passed, or `give_up()` is
         true, stop it and raise ServerStartError."""
         with contextlib.closing(self.client()) as client:
-            defect = await_answer(client, give_up, self._can_answer)
+            seconds = self.options.startup_timeout_seconds
+            defect = await_answer(client, give_up, self._can_answer, seconds)
             if defect is None:
                 try:  # /flush_cache collects garbage: exclude what SGLang's imports created
                     client.call("POST", "/freeze_gc")

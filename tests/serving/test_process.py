@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.serving import process as process_module
-from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.process import (
     ServerOptions,
     ServerStartError,
@@ -72,9 +71,8 @@ def test_a_free_port_is_not_one_of_the_kernels(
     assert max(ports) <= allowed[1]
 
 
-def test_a_server_that_does_not_answer_in_time_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(timeouts, "START", 0.1)
-    server = server_of(tmp_path, "exec sleep 600")
+def test_a_server_that_does_not_answer_in_time_is_stopped(tmp_path):
+    server = server_of(tmp_path, "exec sleep 600", startup_timeout_seconds=0.1)
     server.start()
     with pytest.raises(ServerStartError, match=r"did not answer in 0\.1 s"):
         server.wait_until_healthy()
