@@ -7,7 +7,7 @@ tensors. No behaviour here needs a device, a model or a process group.
 A name's suffix is its shape:
     T  tokens of one micro-batch that enter the model, its sequences packed end to end
     S  sequences of the micro-batch, the padding at its end included
-    N  response tokens that the micro-batch scores, one row each (N <= T)
+    N  sampled tokens, one row of the loss each: of one sample, or of a micro-batch (N <= T)
     K  entries of a top-K list
     E  token ids that are looked up at every token
     G  rows of golden solutions
@@ -134,6 +134,10 @@ class SequenceScores(_WithArrays):
     top_logprobs_LK: NDArray[np.float16]
     extra_logprobs_LE: NDArray[np.float32]  # E ids that are looked up at every token
 
+    def select(self, index: NDArray[Any]) -> SequenceScores:
+        """The scores of the tokens at `index`."""
+        return SequenceScores(**{name: values[index] for name, values in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -174,31 +178,56 @@ class Rollout(_WithArrays):
 
 @dataclass(frozen=True, eq=False)
 class Sample(_WithArrays):
-    """A rollout or a golden solution as it is trained on; L response tokens."""
+    """A rollout or a golden solution, or a part of it, as it is trained on: a sequence of L tokens.
+
+    N of them are "sampled", by the student or by whoever wrote the golden solution. The others, the
+    prompt and what the student observed between its own tokens, have no row in the loss.
+    """
 
     _DTYPES: ClassVar = {
-        "prompt_token_ids": np.int32,
-        "response_token_ids": np.int32,
+        "token_ids": np.int32,
+        "places": np.int32,
         "teacher_prompt_token_ids": np.int32,
         "trained": np.bool_,
         "rollout_logprobs": np.float32,
+        "repetitive": np.bool_,
     }
 
     kind: SampleKind
     prompt_id: str
-    prompt_token_ids: NDArray[np.int32]
-    response_token_ids: NDArray[np.int32]  # [L]
-    trained: NDArray[np.bool_]  # [L], False where a token mask removes the token from the loss
-    rollout_logprobs: NDArray[np.float32] | None = None  # [L], nats; None for golden solutions
-    loop_length: int = 0  # tokens of the maximal periodic suffix
+    token_ids: NDArray[np.int32]  # [L], the prompt and all that follows
+    places: NDArray[np.int32]  # [N], those of the sampled tokens in token_ids, increasing
+    num_prompt_tokens: int  # at least 1, at most places[0]
+    trained: NDArray[np.bool_]  # [N], False where a token mask removes the token from the loss
+    rollout_logprobs: NDArray[np.float32] | None = None  # [N], nats; None for golden solutions
+    # [N], inside the maximal periodic suffix of its response; None: nowhere
+    repetitive: NDArray[np.bool_] | None = None
     reward: float | None = None  # see Rollout
     truncated: bool = False  # the rollout did not end with a stop token
     routed_experts: NDArray[np.int16] | None = None  # see Rollout
     off_policy: bool = False  # the golden solution, not the rollouts, carries the policy term (gkd)
-    # Prompt.teacher_token_ids; None where the teacher reads prompt_token_ids
+    # Prompt.teacher_token_ids; None where the teacher reads the student's prompt
     teacher_prompt_token_ids: NDArray[np.int32] | None = None
-    teacher_scores: SequenceScores | None = None  # see Rollout
+    teacher_scores: SequenceScores | None = None  # of the N tokens; see Rollout
     slot: int = 0  # see Prompt
+
+    @staticmethod
+    def of_response(
+        kind: SampleKind,
+        prompt_id: str,
+        prompt_token_ids: Sequence[int] | NDArray[np.int32],
+        response_token_ids: Sequence[int] | NDArray[np.int32],
+        trained: NDArray[np.bool_] | None = None,
+        rollout_logprobs: NDArray[np.float32] | None = None,
+        **fields: Any,
+    ) -> Sample:
+        """One response after its prompt, with the record's other fields; trained: None is all."""
+        start, count = len(prompt_token_ids), len(response_token_ids)
+        token_ids = np.append(prompt_token_ids, response_token_ids)
+        trained = np.ones(count, np.bool_) if trained is None else trained
+        places = np.arange(start, start + count, dtype=np.int32)
+        given = (token_ids, places, start, trained, rollout_logprobs)
+        return Sample(kind, prompt_id, *given, **fields)
 
     @property
     def is_scored(self) -> bool:
@@ -215,14 +244,14 @@ class SampleFacts:
     prompt_B: NDArray[np.int64]  # its prompt's slot
     golden_B: NDArray[np.bool_]  # else a rollout
     off_policy_B: NDArray[np.bool_]  # see Sample
-    prompt_tokens_B: NDArray[np.int64]
-    response_tokens_B: NDArray[np.int64]
+    tokens_B: NDArray[np.int64]  # of its sequence
+    sampled_tokens_B: NDArray[np.int64]  # N, see Sample
     trained_tokens_B: NDArray[np.int64]
     reward_B: NDArray[np.float64]  # NaN: not graded
     truncated_B: NDArray[np.bool_]  # see Sample
     source_B: NDArray[np.int64] | None = None  # its place in data.train; None: there is one source
-    # None: the teacher reads the student's prompts
-    teacher_prompt_tokens_B: NDArray[np.int64] | None = None
+    # of the teacher's sequence; None: the teacher reads the student's prompts
+    teacher_tokens_B: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.holder_B)
@@ -253,7 +282,7 @@ class SampleWeights:
     """Weights of B samples in each loss component, normalisers included.
 
     `pg_B` and `sft_B` are the weight of each trained token of the sample, `kl_B` and `advantage_B`
-    of each response token.
+    of each sampled token.
     """
 
     pg_B: NDArray[np.float64]  # 0 on golden solutions, except off-policy ones
@@ -269,7 +298,7 @@ class SampleWeights:
 
 @dataclass(frozen=True)
 class Scores:
-    """One model's scores of N response tokens, at the sampling temperature; None: not requested."""
+    """One model's scores of N sampled tokens, at the sampling temperature; None: not requested."""
 
     # [N] fp32, nats; of the stop class where the target is a stop token. None: only hidden_NH is
     # given, and the loss computes log-probabilities and entropy from it.
@@ -294,16 +323,16 @@ class MicroBatch:
     positions_T: Tensor  # [T] int64, from 0 in every sequence
     cu_seqlens: Tensor  # [S + 1] int32, where sequences begin and end; padding is the last one
     max_seqlen: int  # tokens of the longest sequence
-    rows_N: Tensor  # [N] int64, the place in T that predicts the response token
-    targets_N: Tensor  # [N] int64, the response token
+    rows_N: Tensor  # [N] int64, the place in T that predicts the sampled token
+    targets_N: Tensor  # [N] int64, the sampled token
     sample_index_N: Tensor  # [N] int64, the token's sample in this rank's list, given to `pack`
-    token_index_N: Tensor  # [N] int64, the token's place in its response
+    token_index_N: Tensor  # [N] int64, the token's place among its sample's sampled ones
     golden_N: Tensor  # [N] bool, of a golden solution, not of a rollout
     pg_weight_N: Tensor  # [N] fp32, 0 on masked tokens, and on golden ones but for gkd's off-policy
     kl_weight_N: Tensor  # [N] fp32
     sft_weight_N: Tensor  # [N] fp32, 0 on rollouts
     rollout_logprob_N: Tensor  # [N] fp32, nats, as the engine sampled; 0 on golden tokens
-    repetitive_N: Tensor  # [N] bool, inside the response's maximal periodic suffix
+    repetitive_N: Tensor  # [N] bool, see Sample
     truncated_N: Tensor  # [N] bool, of a rollout that did not end with a stop token
     golden_rows_G: Tensor  # [G] int64, where golden_N is True; on the host
     is_scored: bool = True  # False: all samples are golden solutions that no other model scores

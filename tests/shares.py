@@ -20,12 +20,22 @@ def facts_of(samples: Sequence[Sample]) -> SampleFacts:
         prompt_B=np.array([prompts.index(sample.prompt_id) for sample in samples], np.int64),
         golden_B=np.array([sample.kind == "golden" for sample in samples], np.bool_),
         off_policy_B=np.array([sample.off_policy for sample in samples], np.bool_),
-        prompt_tokens_B=np.array([len(s.prompt_token_ids) for s in samples], np.int64),
-        response_tokens_B=np.array([len(s.response_token_ids) for s in samples], np.int64),
+        tokens_B=np.array([len(s.token_ids) for s in samples], np.int64),
+        sampled_tokens_B=np.array([len(s.places) for s in samples], np.int64),
         trained_tokens_B=np.array([s.trained.sum() for s in samples], np.int64),
         reward_B=np.array(rewards, np.float64),
         truncated_B=np.array([sample.truncated for sample in samples], np.bool_),
     )
+
+
+def with_gaps(sample: Sample) -> Sample:
+    """The sample as if the second of every three sampled tokens were observed."""
+    kept = np.arange(len(sample.places)) % 3 != 1
+    scores, fields = sample.teacher_scores, {}
+    for name in ("places", "trained", "rollout_logprobs", "repetitive"):
+        values = getattr(sample, name)
+        fields[name] = values if values is None else values[kept]
+    return replace(sample, **fields, teacher_scores=scores and scores.select(kept))
 
 
 def weights_of(
@@ -47,7 +57,7 @@ def pack_share(
     **options: Any,
 ) -> list[MicroBatch]:
     """One rank's micro-batches; their sample_index_N is the place in `samples`."""
-    tokens = facts_of(samples).prompt_tokens_B + facts_of(samples).response_tokens_B
+    tokens = facts_of(samples).tokens_B
     length, multiple = options.get("attention_length", np.inf), options.get("sequence_multiple", 1)
     scored = facts_of(samples).scored_B
     shares = partition(costs(tokens, length, multiple), data_size, scored)

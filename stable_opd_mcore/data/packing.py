@@ -90,10 +90,12 @@ def pack(
         samples have N = 0.
     """
     for sample in samples:
-        assert len(sample.prompt_token_ids)  # its last token predicts the response's first
-        for values in (sample.trained, sample.rollout_logprobs):
-            assert values is None or len(values) == len(sample.response_token_ids)
-    tokens_B = np.array([_length(sample) for sample in samples], dtype=np.int64)
+        places = sample.places
+        assert sample.num_prompt_tokens  # the token before a sampled one predicts it
+        assert (np.diff(places, prepend=sample.num_prompt_tokens - 1) > 0).all()
+        for values in (sample.trained, sample.rollout_logprobs, sample.repetitive):
+            assert values is None or len(values) == len(places)
+    tokens_B = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
     costs_B = costs(tokens_B, attention_length, sequence_multiple)
     lengths_B = _up_to(sequence_multiple, tokens_B)
     scored_B = np.array([sample.is_scored for sample in samples], np.bool_)
@@ -155,10 +157,6 @@ def level(
     return levelled
 
 
-def _length(sample: Sample) -> int:
-    return len(sample.prompt_token_ids) + len(sample.response_token_ids)
-
-
 def _build(
     samples: Sequence[Sample],
     weights: SampleWeights,
@@ -170,35 +168,34 @@ def _build(
 ) -> MicroBatch:
     chosen = [samples[index] for index in members]
     members_S = np.array(members, dtype=np.int64)
-    prompts_S = np.array([len(sample.prompt_token_ids) for sample in chosen], dtype=np.int64)
-    responses_S = np.array([len(sample.response_token_ids) for sample in chosen], dtype=np.int64)
-    lengths_S = _up_to(multiples[0], prompts_S + responses_S)
-    tails_S = lengths_S - prompts_S - responses_S
+    tokens_S = np.array([len(sample.token_ids) for sample in chosen], dtype=np.int64)
+    sampled_S = np.array([len(sample.places) for sample in chosen], dtype=np.int64)
+    lengths_S = _up_to(multiples[0], tokens_S)
     used = int(lengths_S.sum())
     padding = max(multiples[1], _up_to(multiples[1], used)) - used
     sequences_S = np.append(lengths_S, padding) if padding else lengths_S
     starts_S = np.cumsum(lengths_S) - lengths_S
     tokens = [
         part
-        for sample, tail in zip(chosen, tails_S.tolist(), strict=True)
-        for part in (sample.prompt_token_ids, sample.response_token_ids, _padding(tail))
+        for sample, tail in zip(chosen, (lengths_S - tokens_S).tolist(), strict=True)
+        for part in (sample.token_ids, _padding(tail))
     ]
     tokens_T = _join([*tokens, _padding(padding)], np.int64)
-    arrays = _row_values(chosen, weights.select(members_S), responses_S)
+    arrays = _row_values(chosen, weights.select(members_S), sampled_S)
     if is_scored:
         arrays |= _served_scores([sample.teacher_scores for sample in chosen])
     if routing is not None:
         shape = (len(tokens_T), *routing)
         arrays["routed_experts_TYX"] = _routed_experts(chosen, starts_S, shape)
-    token_index_N = _counters(responses_S)
+    places_N = _join([sample.places for sample in chosen], np.int64)
     arrays |= {
         "tokens_T": tokens_T,
         "positions_T": _counters(sequences_S),
         "cu_seqlens": np.append(0, np.cumsum(sequences_S)).astype(np.int32),
-        # Position p predicts p + 1: the prompt's last token predicts the response's first.
-        "rows_N": np.repeat(starts_S + prompts_S - 1, responses_S) + token_index_N,
-        "sample_index_N": np.repeat(members_S, responses_S),
-        "token_index_N": token_index_N,
+        # Position p predicts p + 1: the first sampled token's row is the token before it.
+        "rows_N": np.repeat(starts_S - 1, sampled_S) + places_N,
+        "sample_index_N": np.repeat(members_S, sampled_S),
+        "token_index_N": _counters(sampled_S),
         "golden_rows_G": np.flatnonzero(arrays["golden_N"]),
     }
     tensors: dict[str, Any] = {
@@ -209,35 +206,29 @@ def _build(
 
 
 def _row_values(
-    chosen: Sequence[Sample], weights: SampleWeights, responses_S: NDArray[np.int64]
+    chosen: Sequence[Sample], weights: SampleWeights, sampled_S: NDArray[np.int64]
 ) -> dict[str, NDArray[Any]]:
     """MicroBatch's fields that do not depend on where the sequences lie."""
 
     def each(values: Sequence[bool]) -> NDArray[np.bool_]:
-        return np.repeat(np.array(values, dtype=np.bool_), responses_S)
+        return np.repeat(np.array(values, dtype=np.bool_), sampled_S)
 
     def weight(values_S: NDArray[np.float64], on_N: Any = True) -> NDArray[np.float32]:
-        return np.repeat(values_S.astype(np.float32), responses_S) * on_N
+        return np.repeat(values_S.astype(np.float32), sampled_S) * on_N
+
+    def or_zeros(parts: Sequence[NDArray[Any] | None], dtype: type[np.generic]) -> NDArray[Any]:
+        pairs = zip(parts, sampled_S.tolist(), strict=True)
+        return _join([np.zeros(n, dtype) if part is None else part for part, n in pairs], dtype)
 
     trained_N = _join([sample.trained for sample in chosen], np.bool_)
-    logprobs = [
-        np.zeros(len(sample.response_token_ids), np.float32)
-        if sample.rollout_logprobs is None
-        else sample.rollout_logprobs
-        for sample in chosen
-    ]
-    loops = [
-        _range(length) >= length - sample.loop_length
-        for length, sample in zip(responses_S.tolist(), chosen, strict=True)
-    ]
     values: dict[str, NDArray[Any]] = {
-        "targets_N": _join([sample.response_token_ids for sample in chosen], np.int64),
+        "targets_N": _join([sample.token_ids[sample.places] for sample in chosen], np.int64),
         "golden_N": each([sample.kind == "golden" for sample in chosen]),
         "pg_weight_N": weight(weights.pg_B, trained_N),
         "kl_weight_N": weight(weights.kl_B),
         "sft_weight_N": weight(weights.sft_B, trained_N),
-        "rollout_logprob_N": _join(logprobs, np.float32),
-        "repetitive_N": _join(loops, np.bool_),
+        "rollout_logprob_N": or_zeros([sample.rollout_logprobs for sample in chosen], np.float32),
+        "repetitive_N": or_zeros([sample.repetitive for sample in chosen], np.bool_),
         "truncated_N": each([sample.truncated for sample in chosen]),
     }
     if weights.advantage_B is not None:

@@ -43,16 +43,18 @@ def rollout_samples(
     least = min_loop_tokens(max_new_tokens)
     samples: list[Sample] = []
     for rollout in rollouts:
-        loop_length = tail_loop(rollout.token_ids, min_length=least).length
+        length = len(rollout.token_ids)
+        loop = tail_loop(rollout.token_ids, min_length=least)
+        repetitive = np.arange(length) >= length - loop.length
         samples.append(
-            Sample(
-                kind="rollout",
-                prompt_id=rollout.prompt.prompt_id,
-                prompt_token_ids=np.array(rollout.prompt.token_ids, np.int32),
-                response_token_ids=rollout.token_ids,
-                trained=_trained(rollout, loop_length, masks),
+            Sample.of_response(
+                "rollout",
+                rollout.prompt.prompt_id,
+                np.array(rollout.prompt.token_ids, np.int32),
+                rollout.token_ids,
+                trained=_trained(rollout, repetitive, masks),
                 rollout_logprobs=rollout.rollout_logprobs,
-                loop_length=loop_length,
+                repetitive=repetitive,
                 reward=rollout.reward,
                 routed_experts=rollout.routed_experts,
                 teacher_scores=rollout.teacher_scores,
@@ -71,12 +73,11 @@ def golden_samples(prompts: Iterable[Prompt]) -> list[Sample]:
         if not prompt.golden_token_ids:
             raise ValueError(f"{prompt.prompt_id}: no golden solution")
         samples.append(
-            Sample(
-                kind="golden",
-                prompt_id=prompt.prompt_id,
-                prompt_token_ids=np.array(prompt.token_ids, np.int32),
-                response_token_ids=np.array(prompt.golden_token_ids, np.int32),
-                trained=np.ones(len(prompt.golden_token_ids), np.bool_),
+            Sample.of_response(
+                "golden",
+                prompt.prompt_id,
+                np.array(prompt.token_ids, np.int32),
+                np.array(prompt.golden_token_ids, np.int32),
                 teacher_prompt_token_ids=_teacher_tokens(prompt),
                 slot=prompt.slot,
             )
@@ -89,13 +90,12 @@ def _teacher_tokens(prompt: Prompt) -> NDArray[np.int32] | None:
     return None if own is None else np.array(own, np.int32)
 
 
-def _trained(rollout: Rollout, loop_length: int, masks: TokenMasksConfig) -> NDArray[np.bool_]:
-    length = len(rollout.token_ids)
+def _trained(
+    rollout: Rollout, repetitive: NDArray[np.bool_], masks: TokenMasksConfig
+) -> NDArray[np.bool_]:
     if masks.truncated_rollouts and rollout.finish_reason != "stop":
-        return np.zeros(length, np.bool_)
-    trained = np.ones(length, np.bool_)
-    if masks.repetitive_tail:
-        trained[length - loop_length :] = False
+        return np.zeros_like(repetitive)
+    trained = ~repetitive if masks.repetitive_tail else np.ones_like(repetitive)
     if masks.after_tokens is not None:
         trained[masks.after_tokens :] = False
     for special in masks.special_token_ids:  # the first of each

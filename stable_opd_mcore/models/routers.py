@@ -5,7 +5,7 @@
         hidden_TH = forward_hidden(chunk, microbatch)
     metrics = routers.take()            # after the backward pass, on every rank together
 
-The trained positions are counted: tokens whose successor is a response token. So every layout gives
+The trained positions are counted: tokens whose successor is a sampled token. So every layout gives
 the same numbers (docs/method.md §5). A micro-batch with `routed_experts_TYX` replays the rollout
 engine's choices; probabilities and gradients are the trainer's own (docs/experts.md).
 

@@ -32,7 +32,7 @@ def sample_metrics(facts: SampleFacts) -> Metrics:
     """
     golden = int(facts.golden_B.sum())
     on_policy_B = ~facts.golden_B & ~facts.off_policy_B
-    tokens = int(facts.response_tokens_B[on_policy_B].sum())
+    tokens = int(facts.sampled_tokens_B[on_policy_B].sum())
     trained = int(facts.trained_tokens_B[on_policy_B].sum())
     return Metrics(
         {

@@ -1,12 +1,13 @@
 """A teacher whose prompt differs from the student's: `teacher.prompt`.
 
-The student's response follows the teacher's prompt token for token. So the teacher has sequences of
-its own lengths, packed into micro-batches of its own, and its scores are moved back to the rows of
-the student's micro-batches. Under context parallelism a token may be on different ranks in the two
-packings; its values are then summed over the context ranks: one has them, the others have zeros. A
-served teacher is sent its own prompt (serving/teacher.py), and its scores need not be moved.
+What follows the student's prompt follows the teacher's, token for token. So the teacher has
+sequences of its own lengths, packed into micro-batches of its own, and its scores are moved back to
+the rows of the student's micro-batches. Under context parallelism a token may be on different ranks
+in the two packings; its values are then summed over the context ranks: one has them, the others
+have zeros. A served teacher is sent its own prompt (serving/teacher.py), and its scores need not be
+moved.
 
-Letters: N rows of a micro-batch, B samples, R response tokens of this rank's scored samples.
+Letters: N rows of a micro-batch, B samples, R sampled tokens of this rank's scored samples.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class OwnPromptScorer(Scorer):
         num_rows = sum(_num_rows(sample) for sample in scored)
         to_teacher = (num_rows, rows_of_student, rows_of_teacher)
         to_student = (num_rows, rows_of_teacher, rows_of_student)
-        # The student's targets: a caller may ask for others than the response tokens.
+        # The student's targets: a caller may ask for others than the sampled tokens.
         targets = self._moved([batch.targets_N for batch in microbatches], *to_teacher)
         scores = self._scorer.score(
             [replace(batch, targets_N=ids) for batch, ids in zip(own, targets, strict=True)]
@@ -66,7 +67,7 @@ class OwnPromptScorer(Scorer):
         ]
 
     def _starts(self, samples: Sequence[Sample]) -> Tensor:
-        """int64 [B], the number of each sample's first response token."""
+        """int64 [B], the number of each sample's first sampled token."""
         lengths_B = np.array([_num_rows(sample) for sample in samples], np.int64)
         starts_B = torch.from_numpy(np.cumsum(lengths_B) - lengths_B)
         if self._world.device.type == "cuda":
@@ -92,14 +93,21 @@ class OwnPromptScorer(Scorer):
 
 
 def _num_rows(sample: Sample) -> int:
-    return len(sample.response_token_ids) if sample.is_scored else 0
+    return len(sample.places) if sample.is_scored else 0
 
 
 def _with_teacher_prompt(sample: Sample) -> Sample:
-    assert sample.teacher_prompt_token_ids is not None, "data/samples.py sets it"
-    return replace(sample, prompt_token_ids=sample.teacher_prompt_token_ids, routed_experts=None)
+    own, start = sample.teacher_prompt_token_ids, sample.num_prompt_tokens
+    assert own is not None, "data/samples.py sets it"
+    return replace(
+        sample,
+        token_ids=np.append(own, sample.token_ids[start:]),
+        places=sample.places + (len(own) - start),
+        num_prompt_tokens=len(own),
+        routed_experts=None,
+    )
 
 
 def _numbers(batch: MicroBatch, starts_B: Tensor) -> Tensor:
-    """int64 [N], the number of each row's response token among those of all samples."""
+    """int64 [N], the number of each row's token among those of all samples."""
     return starts_B[batch.sample_index_N] + batch.token_index_N

@@ -1,4 +1,4 @@
-"""What a scorer is: a model that gives the log-probabilities of the response tokens.
+"""What a scorer is: a model that gives the log-probabilities of the sampled tokens.
 
 Teacher, reference and behaviour policy (the student before its update, when one batch of rollouts
 serves several) score the same micro-batches through it. A model in the trainer (megatron.py) scores

@@ -27,8 +27,7 @@ def step_metrics(
     trained_version: int,  # version of the weights that the step has updated
 ) -> Metrics:
     """The step's metrics that no update makes, the same on every rank."""
-    num_tokens = int((facts.prompt_tokens_B + facts.response_tokens_B).sum())
-    own = timer.metrics(num_tokens) | run.engine.take_metrics()
+    own = timer.metrics(int(facts.tokens_B.sum())) | run.engine.take_metrics()
     metrics = sample_metrics(facts) | source_metrics(run.config, run.objective, facts)
     if run.objective.needs_rollouts:
         own = own | measured(run, rollouts, run.sampling.max_new_tokens)

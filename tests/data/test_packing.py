@@ -20,7 +20,7 @@ from stable_opd_mcore.data.packing import (
 from stable_opd_mcore.parallel.context import slice_microbatch
 from stable_opd_mcore.records import Sample
 from tests.real_data import real_data
-from tests.shares import facts_of, pack_share, weights_of
+from tests.shares import facts_of, pack_share, weights_of, with_gaps
 
 
 def make_samples(count, seed=0, longest=30):
@@ -31,25 +31,24 @@ def make_samples(count, seed=0, longest=30):
         response = tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, longest)))
         n = len(response)
         is_golden = index % 4 == 3
-        samples.append(
-            Sample(
-                kind="golden" if is_golden else "rollout",
-                prompt_id=f"p:{index}",
-                prompt_token_ids=prompt,
-                response_token_ids=response,
-                trained=[rng.random() < 0.8 for _ in range(n)],
-                rollout_logprobs=None if is_golden else tuple(-rng.random() for _ in range(n)),
-                loop_length=0 if is_golden else rng.randint(0, n),
-                truncated=not is_golden and index % 3 == 0,
-            )
+        sample = Sample.of_response(
+            kind="golden" if is_golden else "rollout",
+            prompt_id=f"p:{index}",
+            prompt_token_ids=prompt,
+            response_token_ids=response,
+            trained=[rng.random() < 0.8 for _ in range(n)],
+            rollout_logprobs=None if is_golden else tuple(-rng.random() for _ in range(n)),
+            repetitive=None if is_golden else np.arange(n) >= rng.randint(0, n),
+            truncated=not is_golden and index % 3 == 0,
         )
+        samples.append(with_gaps(sample) if index % 3 else sample)
     values = ([rng.random() for _ in range(count)] for _ in range(3))
     return samples, weights_of(samples, *values)
 
 
 @pytest.mark.parametrize("data_size", [1, 3])
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_every_response_token_is_predicted_by_the_token_before_it(data_size, multiple):
+def test_every_sampled_token_and_no_other_is_predicted_by_the_token_before_it(data_size, multiple):
     samples, weights = make_samples(17)
     seen = {}
     for rank in range(data_size):
@@ -64,8 +63,7 @@ def test_every_response_token_is_predicted_by_the_token_before_it(data_size, mul
                 assert key not in seen
                 seen[key] = True
                 sample, place = samples[index], int(batch.rows_N[row])
-                whole = [*sample.prompt_token_ids, *sample.response_token_ids]
-                here = len(sample.prompt_token_ids) - 1 + token
+                whole, here = sample.token_ids, sample.places[token] - 1
                 assert int(batch.tokens_T[place]) == whole[here]
                 assert int(batch.positions_T[place]) == here
                 assert int(batch.targets_N[row]) == whole[here + 1]
@@ -82,9 +80,8 @@ def test_every_response_token_is_predicted_by_the_token_before_it(data_size, mul
                 else:
                     expected = sample.rollout_logprobs[token]
                     assert float(batch.rollout_logprob_N[row]) == pytest.approx(expected)
-                    begin = len(sample.response_token_ids) - sample.loop_length
-                    assert bool(batch.repetitive_N[row]) == (token >= begin)
-    assert len(seen) == sum(len(sample.response_token_ids) for sample in samples)
+                    assert bool(batch.repetitive_N[row]) == sample.repetitive[token]
+    assert len(seen) == sum(len(sample.places) for sample in samples)
 
 
 def test_sequences_are_whole_and_padding_is_a_sequence_of_its_own():
@@ -98,10 +95,7 @@ def test_sequences_are_whole_and_padding_is_a_sequence_of_its_own():
         assert batch.max_seqlen == lengths.max()
         positions = np.concatenate([np.arange(n) for n in lengths])
         assert batch.positions_T.tolist() == positions.tolist()
-        used = {
-            int(i): len(samples[i].prompt_token_ids) + len(samples[i].response_token_ids)
-            for i in batch.sample_index_N.unique()
-        }
+        used = {int(i): len(samples[i].token_ids) for i in batch.sample_index_N.unique()}
         padding = len(batch.tokens_T) - sum(used.values())
         assert sorted(lengths) == sorted([*used.values()] + [padding] * (padding > 0))
         if padding:
@@ -235,7 +229,7 @@ def test_levelled_micro_batches_hold_the_same_sequences_and_cost_about_the_same(
 def packed(lengths: list[int], **options) -> list[list[int]]:
     """The samples of each micro-batch; a sample has one prompt token."""
     samples = [
-        Sample("rollout", f"p:{i}", (1,), (2,) * (n - 1), [True] * (n - 1))
+        Sample.of_response("rollout", f"p:{i}", (1,), (2,) * (n - 1), [True] * (n - 1))
         for i, n in enumerate(lengths)
     ]
     zeros = [0.0] * len(samples)
@@ -285,7 +279,7 @@ def test_sequences_fill_a_micro_batch_to_its_last_token():
 def test_experts_of_the_engine_lie_at_the_tokens_they_were_chosen_for(context_size):
     """In the whole micro-batch and in its slices; a golden solution has none."""
     samples, weights = make_samples(9)
-    lengths = [len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples]
+    lengths = [len(sample.token_ids) for sample in samples]
     samples = [
         sample
         if sample.kind == "golden"

@@ -37,7 +37,7 @@ def test_a_loop_is_a_quarter_of_a_small_budget(budget, loops):
     cut = rollout([*range(10, 44), *[1, 2] * 7], "length")
     values = rollout_metrics([cut], budget).values_by_key()
     assert values["rollout/loop_rate"] == loops
-    assert rollout_samples([cut], max_new_tokens=budget)[0].loop_length == 14 * loops
+    assert rollout_samples([cut], max_new_tokens=budget)[0].repetitive.sum() == 14 * loops
 
 
 def metrics_of(responses, max_length=None):

@@ -34,11 +34,11 @@ def test_rollouts_and_golden_solutions_become_samples():
     assert [s.kind for s in samples] == ["rollout"] * 4 + ["golden"] * 2
     assert [s.prompt_id for s in samples[4:]] == ["s:1", "s:2"]
     golden = samples[4]
-    assert golden.prompt_token_ids.tolist() == [1, 2]
-    assert golden.response_token_ids.tolist() == [7, 8, 9]
+    assert (golden.token_ids.tolist(), golden.num_prompt_tokens) == ([1, 2, 7, 8, 9], 2)
+    assert golden.places.tolist() == [2, 3, 4]
     assert golden.trained.tolist() == [True] * 3
     assert golden.rollout_logprobs is None
-    assert golden.loop_length == 0
+    assert golden.repetitive is None
     first = samples[0]
     assert first.rollout_logprobs.tolist() == [-0.5] * 4
     assert first.reward == 1.0
@@ -49,7 +49,7 @@ def test_the_repetitive_tail_is_always_marked_and_masked_by_setting():
     plain, masked = (
         rollout_samples(ROLLOUTS, TokenMasksConfig(repetitive_tail=flag)) for flag in (False, True)
     )
-    assert plain[1].loop_length == masked[1].loop_length == 33
+    assert plain[1].repetitive.sum() == masked[1].repetitive.sum() == 33
     assert plain[1].trained.tolist() == [True] * 33
     assert masked[1].trained.tolist() == [False] * 33
     assert masked[0].trained.tolist() == [True] * 4

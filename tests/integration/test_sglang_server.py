@@ -290,7 +290,7 @@ def test_each_source_has_its_teacher_which_reads_a_prompt_of_its_own(
 
     model = AutoModelForCausalLM.from_pretrained(server.options.model, dtype=torch.float32).eval()
     for sample in scored:
-        prompt, response = sample.teacher_prompt_token_ids, sample.response_token_ids
+        prompt, response = sample.teacher_prompt_token_ids, sample.token_ids[sample.places]
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *response]])).logits
         log_p_LV = logits[0, len(prompt) - 1 : -1].log_softmax(1)
@@ -313,9 +313,7 @@ def _samples() -> tuple[list[Sample], SampleWeights]:
         ids = torch.randint(3, VOCABULARY, (12 + length,), generator=generator).tolist()
         last = {1: 11, 2: VOCABULARY - 1}.get(index, ids[-1])  # a stop token, the last id there is
         response = (*ids[12:-1], last)
-        samples.append(
-            Sample("rollout", f"math:{index}", tuple(ids[:12]), response, (True,) * length)
-        )
+        samples.append(Sample.of_response("rollout", f"math:{index}", tuple(ids[:12]), response))
     return samples, weights_of(samples, 1, 1, 1)
 
 

@@ -48,8 +48,8 @@ def test_importance_weights_of_each_kind(kind, expected):
 
 def batch():
     trained = (True, True, False)
-    rollout = Sample("rollout", "p:0", (1, 2), (3, 4, 5), trained, (-1.0, -2.0, -0.5))
-    golden = Sample("golden", "p:0", (1, 2), (6, 7), (True,) * 2, off_policy=True)
+    rollout = Sample.of_response("rollout", "p:0", (1, 2), (3, 4, 5), trained, (-1.0, -2.0, -0.5))
+    golden = Sample.of_response("golden", "p:0", (1, 2), (6, 7), (True,) * 2, off_policy=True)
     samples = [rollout, golden]
     (packed,) = pack(samples, weights_of(samples, pg=(0.5, 0), sft=(0, 1)), max_tokens=64)
     return packed

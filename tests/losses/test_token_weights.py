@@ -14,7 +14,7 @@ from tests.shares import facts_of
 
 
 def sample(prompt: str, length: int, kind="rollout", masked=(), reward=None, first=3) -> Sample:
-    return Sample(
+    return Sample.of_response(
         kind=kind,
         prompt_id=prompt,
         prompt_token_ids=(5, 6),

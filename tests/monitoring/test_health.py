@@ -18,7 +18,7 @@ from tests.shares import facts_of
 
 
 def test_masked_tokens_are_those_that_a_mask_takes_from_rollouts_with_the_policy_term():
-    whole = Sample("rollout", "p", (1,), (2, 3, 4, 5), (True,) * 4)
+    whole = Sample.of_response("rollout", "p", (1,), (2, 3, 4, 5), (True,) * 4)
     half = replace(whole, trained=(True, False, True, False))
     golden = replace(whole, kind="golden")
     # Neither a prompt of gkd that trains on its golden solution nor that solution is masked.

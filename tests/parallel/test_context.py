@@ -25,12 +25,13 @@ from stable_opd_mcore.scoring.scorer import with_scores
 from stable_opd_mcore.scoring.served import ServedScorer
 from stable_opd_mcore.train.student import Student
 from tests.parallel.launch import run_ranks
-from tests.shares import pack_share, weights_of
+from tests.shares import pack_share, weights_of, with_gaps
 from tests.train.runs import tiny_architecture, tiny_config
 
 pytestmark = pytest.mark.slow
 
 VOCAB = 27
+Given = tuple[list[Sample], SampleWeights]
 # (prompt, response) tokens: one, fewer than 2 * context, primes, multiples of it, a long response.
 SIZES = [(1, 0), (1, 1), (2, 1), (1, 6), (5, 8), (7, 10), (8, 8), (3, 28), (2, 45), (4, 0)]
 LAYOUTS = {
@@ -48,20 +49,19 @@ OBJECTIVES = {
 }
 
 
-def make_samples() -> tuple[list[Sample], SampleWeights]:
+def make_samples() -> Given:
     rng = random.Random(0)
     samples = []
     for index, (prompt, response) in enumerate(SIZES):
         tokens = tuple(rng.randrange(VOCAB) for _ in range(prompt + response))
-        sample = Sample(
+        sample = Sample.of_response(
             kind="rollout",
             prompt_id=f"p:{index}",
             prompt_token_ids=tokens[:prompt],
             response_token_ids=tokens[prompt:],
-            trained=(True,) * response,
             teacher_scores=served_scores(index, tokens[prompt:]),
         )
-        samples.append(sample)
+        samples.append(with_gaps(sample) if response > 8 else sample)
     values = ([rng.random() for _ in samples] for _ in range(3))
     return samples, weights_of(samples, *values)
 
@@ -76,9 +76,9 @@ def served_scores(index: int, response: Sequence[int]) -> SequenceScores:
     return SequenceScores(own.numpy(), top.indices.numpy(), top.values.numpy(), extra.numpy())
 
 
-def packed(world: World, max_tokens: int) -> list[MicroBatch]:
+def packed(world: World, given: Given, max_tokens: int) -> list[MicroBatch]:
     """This rank's slices of the micro-batches of all samples."""
-    samples, weights = make_samples()
+    samples, weights = given
     batches = pack_share(
         samples,
         weights,
@@ -109,10 +109,33 @@ def test_slices_have_the_order_of_megatrons_rotary_embedding(size: int) -> None:
 def test_slices_give_the_losses_and_gradients_of_whole_sequences(tmp_path: Path) -> None:
     """Losses, scores, returns and every gradient, for each layout and objective."""
     world = start_world(ParallelConfig(), seed=0)
-    one_rank = {name: train_once(world, name, tmp_path) for name in OBJECTIVES}
+    one_rank = {name: train_once(world, name, tmp_path, make_samples()) for name in OBJECTIVES}
     torch.save(one_rank, tmp_path / "one_rank.pt")
     stop_world()
     run_ranks(4, check_layouts, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["opd", "own", "gkd"])
+def test_a_transcript_has_the_gradient_of_its_turns_after_the_text_before(tmp_path, name) -> None:
+    """Three sampled pieces between observed ones, each as the response to all that precedes it."""
+    ids = random.Random(1).choices(range(VOCAB), k=40)
+    turns = [range(6, 11), range(15, 16), range(27, 40)]
+    places = [place for turn in turns for place in turn]
+    transcript = Sample("rollout", "p:0", ids, places, 6, (True,) * len(places))
+    parts = [Sample.of_response("rollout", "p:0", ids[: t[0]], ids[t[0] : t.stop]) for t in turns]
+    world = start_world(ParallelConfig(), seed=0)
+    found, expected = (
+        train_once(world, name, tmp_path, (samples, weights_of(samples, pg=0.3, kl=0.2)))
+        for samples in ([transcript], parts)
+    )
+    stop_world()
+    for key, value in expected.items():
+        mine = found[key]
+        if key.endswith("_N"):  # by sample and token
+            mine = mine[0, : len(places)]
+            value = torch.cat([value[number, : len(turn)] for number, turn in enumerate(turns)])
+        error = (mine - value).abs().max()
+        assert error <= 1e-5 * value.abs().max(), f"{key}: {error:.1e} of {value.abs().max():.1e}"
 
 
 def check_layouts(rank: int, world_size: int, path: Path) -> None:
@@ -120,16 +143,16 @@ def check_layouts(rank: int, world_size: int, path: Path) -> None:
     for layout, sizes in LAYOUTS.items():
         world = start_world(ParallelConfig(**sizes), seed=0)
         for name in OBJECTIVES:
-            for key, found in train_once(world, name, path).items():
+            for key, found in train_once(world, name, path, make_samples()).items():
                 expected = one_rank[name][key]
                 error, size = (found - expected).abs().max(), expected.abs().max()
                 assert error <= 1e-5 * size, f"{layout}, {name}: {key} {error:.1e} of {size:.1e}"
         stop_world()
 
 
-def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
+def train_once(world: World, name: str, path: Path, given: Given) -> dict[str, Tensor]:
     """One forward and backward over all samples: sums of losses, values per token, gradients."""
-    config = tiny_config(path, "context", objective=OBJECTIVES[name])
+    config = tiny_config(path, "context", objective=OBJECTIVES.get(name, {"name": name}))
     objective = build_objective(config, [1], [1])
     student = Student(
         build_model(
@@ -150,7 +173,7 @@ def train_once(world: World, name: str, path: Path) -> dict[str, Tensor]:
     )
     if "served" in name:
         teacher = ServedScorer(world.is_last_stage, vocab_size=VOCAB, stop_ids=(1,), top_k=6)
-    batches = with_scores(packed(world, max_tokens=40), teacher=teacher, reference=reference)
+    batches = with_scores(packed(world, given, max_tokens=40), teacher=teacher, reference=reference)
 
     def forward_step(chunk, batch: MicroBatch):
         return forward_hidden(chunk, batch), lambda hidden_TH: loss_of(batch, hidden_TH)

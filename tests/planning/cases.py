@@ -70,7 +70,6 @@ def layers_of(family: str, layers: int = 4, **fields: Any) -> Architecture:
 
 def micro_batch(tokens: int = TOKENS) -> MicroBatch:
     """One sequence."""
-    response = (0,) * (tokens - 1)
-    sample = Sample("rollout", "p", (0,), response, (True,) * len(response))
+    sample = Sample.of_response("rollout", "p", (0,), (0,) * (tokens - 1))
     (batch,) = pack([sample], weights_of([sample]), max_tokens=tokens)
     return batch

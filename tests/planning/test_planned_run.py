@@ -63,7 +63,7 @@ def test_a_rank_has_the_micro_batches_that_packing_makes(tmp_path, settings, exp
     rollouts = [("rollout", prompt) for prompt in range(run.rollouts // 4) for _ in range(4)]
     golden = [("golden", prompt) for prompt in range(run.golden)]
     samples = [
-        Sample(kind, f"p:{i}", (1,) * 256, (2,) * 768, (True,) * 768, off_policy=i in off_policy)
+        Sample.of_response(kind, f"p:{i}", (1,) * 256, (2,) * 768, off_policy=i in off_policy)
         for kind, i in rollouts + golden
     ]
     for rank in range(2):

@@ -180,9 +180,8 @@ def test_the_trainer_agrees_with_the_rollouts(tiny_path, world, precision, large
     sampling = Sampling(0.8, max_new_tokens=25, num_samples=3, stop_token_ids=(4,))
     rollouts = engine.generate(make_prompts(5), sampling, step=0)
     samples = [
-        Sample("rollout", r.prompt.prompt_id, r.prompt.token_ids, r.token_ids, (True,) * n)
+        Sample.of_response("rollout", r.prompt.prompt_id, r.prompt.token_ids, r.token_ids)
         for r in rollouts
-        for n in [len(r.token_ids)]
     ]
     batches = pack(samples, weights_of(samples, 1, 1, 1), max_tokens=200)
     trainer = MegatronScorer(chunks, world, vocab_size=VOCAB, temperature=0.8)

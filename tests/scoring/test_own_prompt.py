@@ -20,7 +20,7 @@ from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.train.samples.sharing import pack_micro_batches
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
-from tests.shares import weights_of
+from tests.shares import weights_of, with_gaps
 from tests.train.runs import tiny_config
 
 TOP_K = 3
@@ -33,14 +33,14 @@ LENGTHS = [(3, 17, 5), (9, 2, 12), (4, 30, 1), (2, 2, 8), (6, 11, 7)]  # prompt,
 
 
 def samples_of() -> list[Sample]:
-    """Five samples; only the second of the two golden solutions is scored."""
+    """Five samples, the last two with gaps; only the second of the golden solutions is scored."""
     random = np.random.default_rng(0)
 
     def ids(length: int) -> np.ndarray:
         return random.integers(0, tiny.VOCAB_SIZE, length)
 
-    return [
-        Sample(
+    samples = [
+        Sample.of_response(
             kind="golden" if number in (1, 3) else "rollout",
             off_policy=number == 3,
             prompt_id=f"s:{number}",
@@ -51,6 +51,7 @@ def samples_of() -> list[Sample]:
         )
         for number, (prompt, own, response) in enumerate(LENGTHS)
     ]
+    return [*samples[:3], *map(with_gaps, samples[3:])]
 
 
 def config_of(directory: Path, parallel: dict) -> Config:
@@ -118,17 +119,19 @@ def test_scores_are_those_of_teacher_prompt_and_response(results, layout):
     samples = samples_of()
     scored = [number for number, sample in enumerate(samples) if sample.is_scored]
     assert scored == [0, 2, 3, 4]
-    assert len(found) == sum(LENGTHS[number][-1] for number in scored)
+    assert len(found) == sum(len(samples[number].places) for number in scored)
     for number in scored:
         sample = samples[number]
-        prompt, response = sample.teacher_prompt_token_ids, sample.response_token_ids
-        ids = torch.tensor(np.concatenate([prompt, response])).long()[None]
+        prompt, start = sample.teacher_prompt_token_ids, sample.num_prompt_tokens
+        ids = torch.tensor(np.concatenate([prompt, sample.token_ids[start:]])).long()[None]
         with torch.no_grad():
             output = model(ids, output_hidden_states=True)
-        rows = slice(len(prompt) - 1, -1)
+        rows = torch.tensor(sample.places - start + len(prompt) - 1)
         log_p_NV = output.logits[0, rows].log_softmax(1)
         top = log_p_NV.topk(TOP_K, dim=1)
-        targets = (response + 1) % tiny.VOCAB_SIZE  # see `asked` above: any may be asked for
+        targets = (
+            sample.token_ids[sample.places] + 1
+        ) % tiny.VOCAB_SIZE  # see `asked` above: any may be asked for
         for token, target in enumerate(targets.tolist()):
             values = found[number, token]
             near = {"atol": 1e-5, "rtol": 0}

@@ -43,7 +43,7 @@ def samples_with(wanted: Wanted) -> tuple[list[Sample], list[torch.Tensor]]:
             top.values.numpy(),
             log_p_LV[:, list(wanted.extra_ids)].numpy(),
         )
-        sample = Sample(
+        sample = Sample.of_response(
             kind="rollout",
             prompt_id=f"s:{index}",
             prompt_token_ids=(1,) * (index + 1),

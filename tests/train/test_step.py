@@ -92,7 +92,7 @@ def test_a_step_samples_at_its_cursor_updates_and_publishes(run):
     samples = rollout_samples(result.rollouts, max_new_tokens=24) + golden_samples(prompts)
     expected = sample_metrics(facts_of(samples))
     assert {key: result.metrics[key] for key in expected} == dict(expected)
-    tokens = sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)
+    tokens = sum(len(sample.token_ids) for sample in samples)
     assert result.metrics["throughput/tokens_per_second"].total == tokens
 
     odd = step.train_step(replace(run, engine=Recorder(run.engine)), TrainState(4, 8, 0, 8))

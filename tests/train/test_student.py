@@ -52,7 +52,8 @@ def test_the_optimizer_on_one_rank_makes_no_copies():
 
 def golden_microbatches() -> list[MicroBatch]:
     samples = [
-        Sample("golden", str(i), (1, 2, 3), tuple(range(i, i + 9)), (True,) * 9) for i in range(3)
+        Sample.of_response("golden", str(i), (1, 2, 3), tuple(range(i, i + 9)), (True,) * 9)
+        for i in range(3)
     ]
     return pack(samples, weights_of(samples, sft=0.1), max_tokens=24)
 

@@ -55,11 +55,11 @@ def overlap_metrics(
 
 
 def _last_positions(batch: MicroBatch, samples: Sequence[Sample]) -> Tensor:
-    """bool [N]: the row predicts the last token of a rollout.
+    """bool [N]: the row predicts the last sampled token of a rollout.
 
     Masked tokens too: a mask of stop tokens would leave only truncated responses.
     """
-    lengths = batch.token_index_N.new_tensor([len(s.response_token_ids) for s in samples])
+    lengths = batch.token_index_N.new_tensor([len(s.places) for s in samples])
     final_N = batch.token_index_N == lengths[batch.sample_index_N] - 1
     return final_N & ~batch.golden_N
 

@@ -34,9 +34,10 @@ def begin_scoring(run: Run, samples: list[Sample], step: int) -> Callable[[], li
         return lambda: samples
     asks = dist.get_rank(run.world.model_group) == 0
     places = [i for i, one in enumerate(samples) if one.is_scored and one.teacher_scores is None]
+    asked = [samples[place] for place in places if asks]
     replies = [
-        teacher.ask(one.prompt_id, _prompt(one), one.response_token_ids, step)
-        for one in (samples[place] for place in places if asks)
+        teacher.ask(one.prompt_id, _prompt(one), one.token_ids[one.num_prompt_tokens :], step)
+        for one in asked
     ]
 
     def scored() -> list[Sample]:
@@ -44,6 +45,10 @@ def begin_scoring(run: Run, samples: list[Sample], step: int) -> Callable[[], li
         for reason in gather_objects(teacher.lost):
             if reason is not None:
                 raise TeacherLost(reason)
+        found = [
+            scores and scores.select(one.places - one.num_prompt_tokens)
+            for one, scores in zip(asked, found, strict=True)
+        ]
         found = broadcast_object(found, run.world.model_group)
         whole = list(samples)
         for place, scores in zip(places, found, strict=True):
@@ -55,4 +60,4 @@ def begin_scoring(run: Run, samples: list[Sample], step: int) -> Callable[[], li
 
 def _prompt(sample: Sample) -> NDArray[np.int32]:
     own = sample.teacher_prompt_token_ids
-    return sample.prompt_token_ids if own is None else own
+    return sample.token_ids[: sample.num_prompt_tokens] if own is None else own

@@ -43,22 +43,23 @@ def gather_facts(world: World, samples: Sequence[Sample]) -> SampleFacts:
 
 def _facts_of(world: World, samples: Sequence[Sample]) -> SampleFacts:
     rewards = [np.nan if sample.reward is None else sample.reward for sample in samples]
-    prompts = [sample.teacher_prompt_token_ids for sample in samples]
-    has_own = any(prompt is not None for prompt in prompts)
+    teacher_tokens = [
+        len(s.teacher_prompt_token_ids) + len(s.token_ids) - s.num_prompt_tokens
+        for s in samples
+        if s.teacher_prompt_token_ids is not None
+    ]
     return SampleFacts(
         holder_B=np.full(len(samples), world.data_rank),
         index_B=np.arange(len(samples)),
         prompt_B=np.array([sample.slot for sample in samples], np.int64),
         golden_B=np.array([sample.kind == "golden" for sample in samples], np.bool_),
         off_policy_B=np.array([sample.off_policy for sample in samples], np.bool_),
-        prompt_tokens_B=np.array([len(s.prompt_token_ids) for s in samples], np.int64),
-        response_tokens_B=np.array([len(s.response_token_ids) for s in samples], np.int64),
+        tokens_B=np.array([len(s.token_ids) for s in samples], np.int64),
+        sampled_tokens_B=np.array([len(s.places) for s in samples], np.int64),
         trained_tokens_B=np.array([np.count_nonzero(s.trained) for s in samples], np.int64),
         reward_B=np.array(rewards, np.float64),
         truncated_B=np.array([sample.truncated for sample in samples], np.bool_),
-        teacher_prompt_tokens_B=np.array([len(p) for p in prompts if p is not None], np.int64)
-        if has_own
-        else None,
+        teacher_tokens_B=np.array(teacher_tokens, np.int64) if teacher_tokens else None,
     )
 
 
@@ -85,10 +86,9 @@ def share_out(
     weights: list[SampleWeights] = []
     for places in split_by_prompt(facts, num_minibatches):
         part = facts.select(places)
-        costs_B = costs_of(part.prompt_tokens_B + part.response_tokens_B)
-        if part.teacher_prompt_tokens_B is not None:
-            teacher_B = costs_of(part.teacher_prompt_tokens_B + part.response_tokens_B)
-            costs_B = costs_B + teacher_B * part.scored_B
+        costs_B = costs_of(part.tokens_B)
+        if part.teacher_tokens_B is not None:
+            costs_B = costs_B + costs_of(part.teacher_tokens_B) * part.scored_B
         shares = partition(costs_B, world.batch_size, part.scored_B)
         for batch_rank, share in enumerate(shares):
             trainer_B[places[share]] = batch_rank

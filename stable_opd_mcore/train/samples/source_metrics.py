@@ -56,7 +56,7 @@ def source_metrics(config: Config, objective: Objective, facts: SampleFacts) -> 
         weight_B[places] = weights.pg_B if objective.needs_rollouts else weights.sft_B
     shares = {
         "row_share": counted_B.astype(np.float64),
-        "token_share": counted_B * facts.response_tokens_B,
+        "token_share": counted_B * facts.sampled_tokens_B,
         "weight_share": weight_B * facts.trained_tokens_B,
     }
     graded_B = counted_B & ~np.isnan(facts.reward_B)

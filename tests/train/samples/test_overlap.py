@@ -15,9 +15,11 @@ from tests.shares import weights_of
 
 STUDENT_STOPS, TEACHER_STOPS = (11, 12), (13,)
 SAMPLES = [
-    Sample("rollout", "s:0", (1, 2), (5, 6, 7), (True, False, True), (-1.0, -1.0, -1.0)),
-    Sample("golden", "s:0", (1, 2), (8, 11), (True, True)),
-    Sample("rollout", "s:1", (1, 2), (9, 10), (True, False), (-1.0, -1.0)),
+    Sample.of_response(
+        "rollout", "s:0", (1, 2), (5, 6, 7), (True, False, True), (-1.0, -1.0, -1.0)
+    ),
+    Sample.of_response("golden", "s:0", (1, 2), (8, 11), (True, True)),
+    Sample.of_response("rollout", "s:1", (1, 2), (9, 10), (True, False), (-1.0, -1.0)),
 ]
 
 

@@ -26,6 +26,7 @@ from tests.parallel.launch import run_ranks
 from tests.rollout.sglang.test_sglang_engine import engine_of
 from tests.serving.fake_teacher import fake_teacher
 from tests.serving.test_teacher import served_by
+from tests.shares import with_gaps
 
 
 class HeldBack:
@@ -83,12 +84,14 @@ def test_a_served_teacher_is_asked_before_the_last_response_ends(run, tmp_path):
         )
         with patch.multiple(collecting, own_prompts=own_prompts, mark_samples=mark):
             _, samples = collecting.collect_samples(served, TrainState(), PhaseTimer())
-        sequences = [(*s.teacher_prompt_token_ids, *s.response_token_ids) for s in samples]
+        sequences = [(*s.teacher_prompt_token_ids, *s.token_ids[s.places]) for s in samples]
         assert Counter(asked) == Counter(sequences)
         for sample in samples:
             assert sample.teacher_scores is not None
             again = teacher.ask("s:0", *tokens_of(sample), step=0).result(30)
             assert sample.teacher_scores == again
+        gaps = with_gaps(samples[0])  # observed tokens are read and have no scores
+        assert begin_scoring(served, [replace(gaps, teacher_scores=None)], 0)() == [gaps]
 
         del asked[:]
         held_out = replace(sampling, scored=False)
@@ -100,8 +103,9 @@ def test_a_served_teacher_is_asked_before_the_last_response_ends(run, tmp_path):
 
 def tokens_of(sample: Sample) -> tuple[Sequence[int], Sequence[int]]:
     own = sample.teacher_prompt_token_ids
-    prompt = sample.prompt_token_ids if own is None else own
-    return prompt.tolist(), sample.response_token_ids.tolist()
+    start = sample.num_prompt_tokens
+    prompt = sample.token_ids[:start] if own is None else own
+    return prompt.tolist(), sample.token_ids[start:].tolist()
 
 
 def score_on_two_ranks(rank: int, _world_size: int, url: str, lost: str) -> None:

@@ -26,7 +26,7 @@ def samples_of(places: list[int], with_rollouts: bool = True) -> list[Sample]:
         length = int(noise[place].integers(1, 40))
         ids = noise[place].integers(0, 99, length)
         experts = np.full((length + 1, 1, 2), place, np.int16)
-        made = Sample(
+        made = Sample.of_response(
             kind, f"s:{place}", (place,), ids, ids % 3 > 0, reward=reward, slot=FIRST + place
         )
         return made if kind == "golden" else replace(made, routed_experts=experts)
@@ -93,7 +93,7 @@ def test_every_sample_reaches_the_ranks_that_train_on_it(tmp_path, world, ranks,
 def share_with_own_prompts(rank: int, world_size: int, directory: Path) -> None:
     """Each rank has two of four equal samples; for the first one the teacher reads 900 tokens."""
     world = start_world(ParallelConfig(), seed=0)
-    sample = Sample("rollout", "s:0", (1,), (2,), (True,))
+    sample = Sample.of_response("rollout", "s:0", (1,), (2,), (True,))
     of_ranks = [(900, 10), (10, 10)]
     own = [replace(sample, teacher_prompt_token_ids=np.zeros(n)) for n in of_ranks[rank]]
     own = [replace(one, slot=2 * number + rank) for number, one in enumerate(own)]

@@ -23,7 +23,7 @@ TEACHER = {"engine": "sglang", "routes": {"math.jsonl/train": ["http://a"], "t":
 def sample(prompt: str, length: int, kind="rollout", reward=None, truncated=False) -> Sample:
     ids = (3,) * length
     trained = (True,) * length
-    return Sample(kind, prompt, (5,), ids, trained, reward=reward, truncated=truncated)
+    return Sample.of_response(kind, prompt, (5,), ids, trained, reward=reward, truncated=truncated)
 
 
 def facts():

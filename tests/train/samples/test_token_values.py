@@ -28,7 +28,7 @@ def config(save: str = "all") -> Config:
 
 
 def sample(length: int, kind: Any = "rollout") -> Sample:
-    return Sample(kind, "p", (1,), tuple(range(length)), (True,) * length)
+    return Sample.of_response(kind, "p", (1,), tuple(range(length)), (True,) * length)
 
 
 def rollout(length: int) -> Rollout:
