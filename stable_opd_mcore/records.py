@@ -202,6 +202,7 @@ class Sample(_WithArrays):
     rollout_logprobs: NDArray[np.float32] | None = None  # [N], nats; None for golden solutions
     # [N], inside the maximal periodic suffix of its response; None: nowhere
     repetitive: NDArray[np.bool_] | None = None
+    episode: int = 0  # Rollout.sample_index; the rollout may have several samples
     reward: float | None = None  # see Rollout
     truncated: bool = False  # the rollout did not end with a stop token
     routed_experts: NDArray[np.int16] | None = None  # see Rollout
@@ -242,6 +243,7 @@ class SampleFacts:
     holder_B: NDArray[np.int64]  # the data-parallel rank that sampled it
     index_B: NDArray[np.int64]  # its place in the holder's list
     prompt_B: NDArray[np.int64]  # its prompt's slot
+    episode_B: NDArray[np.int64]  # its rollout or golden solution, numbered over all ranks
     golden_B: NDArray[np.bool_]  # else a rollout
     off_policy_B: NDArray[np.bool_]  # see Sample
     tokens_B: NDArray[np.int64]  # of its sequence

@@ -55,6 +55,7 @@ def rollout_samples(
                 trained=_trained(rollout, repetitive, masks),
                 rollout_logprobs=rollout.rollout_logprobs,
                 repetitive=repetitive,
+                episode=rollout.sample_index,
                 reward=rollout.reward,
                 routed_experts=rollout.routed_experts,
                 teacher_scores=rollout.teacher_scores,

@@ -170,18 +170,20 @@ class Objective:
 
     def _sample_weights(self, facts: SampleFacts) -> SampleWeights:
         config = self.config
+        episodes, episode_B = token_weights.by_episode(facts)
         advantage_B = None
         if self.needs_rewards:
-            advantage_B = token_weights.group_advantages(facts, config.objective.std_normalise)
-        return token_weights.sample_weights(
-            facts,
-            policy_B=(facts.golden_B == facts.off_policy_B) & self.needs_rollouts,
+            advantage_B = token_weights.group_advantages(episodes, config.objective.std_normalise)
+        weights = token_weights.episode_weights(
+            episodes,
+            policy_B=(episodes.golden_B == episodes.off_policy_B) & self.needs_rollouts,
             aggregation=config.aggregation,
             max_new_tokens=config.sampling.max_new_tokens,
             beta=self.beta,
             sft_weight=self.golden_weight,
             advantage_B=advantage_B,
         )
+        return weights.select(episode_B)
 
     def __call__(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from stable_opd_mcore.data.responses import version_metrics
+from stable_opd_mcore.losses.token_weights import by_episode
 from stable_opd_mcore.metrics import Metrics, Same, reduce_over_ranks
 from stable_opd_mcore.monitoring.health import sample_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
@@ -28,7 +29,8 @@ def step_metrics(
 ) -> Metrics:
     """The step's metrics that no update makes, the same on every rank."""
     own = timer.metrics(int(facts.tokens_B.sum())) | run.engine.take_metrics()
-    metrics = sample_metrics(facts) | source_metrics(run.config, run.objective, facts)
+    episodes, _ = by_episode(facts)
+    metrics = sample_metrics(episodes) | source_metrics(run.config, run.objective, episodes)
     if run.objective.needs_rollouts:
         own = own | measured(run, rollouts, run.sampling.max_new_tokens)
         max_staleness = run.config.rollout.max_staleness

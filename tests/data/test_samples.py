@@ -43,6 +43,7 @@ def test_rollouts_and_golden_solutions_become_samples():
     assert first.rollout_logprobs.tolist() == [-0.5] * 4
     assert first.reward == 1.0
     assert [s.truncated for s in samples] == [False, True, False, False, False, False]
+    assert [s.episode for s in samples] == [0, 1, 0, 1, 0, 0]
 
 
 def test_the_repetitive_tail_is_always_marked_and_masked_by_setting():

@@ -8,7 +8,7 @@ import torch
 
 from stable_opd_mcore.losses.objectives import build_objective
 from stable_opd_mcore.losses.token_weights import return_to_go
-from stable_opd_mcore.records import Sample
+from stable_opd_mcore.records import Sample, SampleWeights
 from tests.losses.cases import make_config
 from tests.shares import facts_of
 
@@ -127,6 +127,52 @@ def test_gkd_adds_the_golden_solutions_with_weight_lambda():
         found = objective.sample_weights(facts_of(batch))
         assert found.sft_B.tolist() == pytest.approx([0.0, 0.05] * 2)
         assert 2 * found.pg_B.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
+def test_an_episode_counts_once_however_many_samples_it_has(aggregation, seed):
+    """Random episodes, some without a trained token, each cut into three samples."""
+    rng = np.random.default_rng(seed)
+    episodes, parts, numbers = [], [], []
+    for number, kind in enumerate(rng.permutation(["rollout"] * 8 + ["golden"] * 4).tolist()):
+        prompt, length, masked, reward = rng.integers([0, 1, 0, 0], [3, 9, 9, 2]).tolist()
+        one = sample(f"p{prompt}", length, kind, range(masked), reward)
+        episodes.append(one := replace(one, off_policy=prompt == 2))
+        cuts = [0, *sorted(rng.integers(0, length + 1, 2).tolist()), length]
+        for cut in map(slice, cuts, cuts[1:]):
+            parts.append(replace(one, places=one.places[cut], trained=one.trained[cut]))
+            numbers.append(number)
+    changes = {"objective__name": "grpo", "objective__std_normalise": False, "kl__beta": 0.9}
+    changes |= {"mixture__lambda": 0.2, "sampling__max_new_tokens": 10, "aggregation": aggregation}
+    objective = build_objective(make_config(**changes), (1,), (1,))
+    found = objective.sample_weights(replace(facts_of(parts), episode_B=np.array(numbers)))
+
+    rollouts = [one for one in episodes if one.kind == "rollout"]
+    golden = [one for one in episodes if one.kind == "golden" and one.trained.any()]
+    names = ("p0", "p1", "p2")
+    rewards = {name: [one.reward for one in rollouts if one.prompt_id == name] for name in names}
+
+    def times(one: Sample) -> int:
+        if (one.kind == "golden") != one.off_policy or not one.trained.any():
+            return 0
+        return 1 if one.kind == "rollout" else len(rewards[one.prompt_id])
+
+    for place, number in enumerate(numbers):
+        one, length = episodes[number], episodes[number].trained.sum()
+        denominator = {
+            "sequence_mean": sum(map(times, episodes)) * length,
+            "token_mean": sum(times(each) * each.trained.sum() for each in episodes),
+            "constant": sum(map(times, episodes)) * 10,
+        }[aggregation]
+        expected = SampleWeights(
+            pg_B=times(one) / denominator if times(one) else 0.0,
+            kl_B=0.9 / sum(len(each.places) for each in rollouts) if one in rollouts else 0.0,
+            sft_B=0.2 / (len(golden) * length) if one in golden else 0.0,
+            advantage_B=one.reward - np.mean(rewards[one.prompt_id]) if one in rollouts else 0.0,
+        )
+        for name, value in vars(expected).items():
+            assert getattr(found, name)[place] == pytest.approx(value), name
 
 
 @pytest.mark.parametrize(("discount", "length"), [(0.5, 1), (0.5, 2), (0.5, 5), (1.0, 8)])

@@ -29,7 +29,9 @@ def samples_of(places: list[int], with_rollouts: bool = True) -> list[Sample]:
         made = Sample.of_response(
             kind, f"s:{place}", (place,), ids, ids % 3 > 0, reward=reward, slot=FIRST + place
         )
-        return made if kind == "golden" else replace(made, routed_experts=experts)
+        if kind == "golden":
+            return made
+        return replace(made, routed_experts=experts, episode=int(reward))
 
     rollouts = [sample("rollout", place, float(k)) for place in places for k in range(2)]
     return rollouts * with_rollouts + [sample("golden", place) for place in places]
@@ -53,6 +55,7 @@ def test_facts_are_in_the_order_of_the_prompts(world):
     slots = [*range(FIRST, FIRST + 5)]
     assert facts.prompt_B.tolist() == [slot for slot in slots for _ in range(2)] + slots
     assert facts.golden_B.tolist() == [False] * 10 + [True] * 5
+    assert facts.episode_B.tolist() == [*range(1, 16)]
     assert facts.reward_B[:4].tolist() == [0.0, 1.0, 0.0, 1.0]
     assert np.isnan(facts.reward_B[10:]).all()
     first, second = minibatches(world)
