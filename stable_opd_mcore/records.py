@@ -242,7 +242,7 @@ class SampleFacts:
 
     holder_B: NDArray[np.int64]  # the data-parallel rank that sampled it
     index_B: NDArray[np.int64]  # its place in the holder's list
-    prompt_B: NDArray[np.int64]  # its prompt's slot
+    slot_B: NDArray[np.int64]  # its prompt's
     episode_B: NDArray[np.int64]  # its rollout or golden solution, numbered over all ranks
     golden_B: NDArray[np.bool_]  # else a rollout
     off_policy_B: NDArray[np.bool_]  # see Sample

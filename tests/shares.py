@@ -17,7 +17,7 @@ def facts_of(samples: Sequence[Sample]) -> SampleFacts:
     return SampleFacts(
         holder_B=np.zeros(len(samples), np.int64),
         index_B=np.arange(len(samples)),
-        prompt_B=np.array([prompts.index(sample.prompt_id) for sample in samples], np.int64),
+        slot_B=np.array([prompts.index(sample.prompt_id) for sample in samples], np.int64),
         episode_B=np.arange(len(samples)),
         golden_B=np.array([sample.kind == "golden" for sample in samples], np.bool_),
         off_policy_B=np.array([sample.off_policy for sample in samples], np.bool_),

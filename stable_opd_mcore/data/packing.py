@@ -29,7 +29,7 @@ def split_by_prompt(facts: SampleFacts, parts: int) -> list[NDArray[np.int64]]:
     """Places of the samples of at most `parts` minibatches: prompt i goes to minibatch i modulo
     `parts`, with all its samples.
     """
-    _, first_P, prompt_B = np.unique(facts.prompt_B, return_index=True, return_inverse=True)
+    _, first_P, prompt_B = np.unique(facts.slot_B, return_index=True, return_inverse=True)
     order_P = np.argsort(np.argsort(first_P))  # a prompt's place in the order of appearance
     split = [np.flatnonzero(order_P[prompt_B] % parts == part) for part in range(parts)]
     return [part for part in split if len(part)]

@@ -105,7 +105,7 @@ def at_step(run: Run, state: TrainState) -> Run:
 def facts_of_step(run: Run, samples: Sequence[Sample]) -> SampleFacts:
     """What every rank knows of all ranks' samples. Collective over the data-parallel ranks."""
     facts = gather_facts(run.world, samples)
-    return replace(facts, source_B=run.order.sources(facts.prompt_B))
+    return replace(facts, source_B=run.order.sources(facts.slot_B))
 
 
 def minibatches_of(run: Run, samples: Sequence[Sample], facts: SampleFacts) -> list[Minibatch]:

@@ -315,7 +315,7 @@ def pack_whole(samples, weights, context_size):
 def test_prompts_are_split_evenly_with_all_their_samples():
     sample = make_samples(1)[0][0]
     facts = facts_of([replace(sample, prompt_id=name) for name in "cabcabd"])
-    facts = replace(facts, prompt_B=facts.prompt_B[::-1] * 7)  # numbers in another order
+    facts = replace(facts, slot_B=facts.slot_B[::-1] * 7)  # numbers in another order
     split = split_by_prompt(facts, 3)
     assert [part.tolist() for part in split] == [[0, 3, 6], [1, 4], [2, 5]]
     assert [part.tolist() for part in split_by_prompt(facts.select(np.s_[:1]), 3)] == [[0]]

@@ -38,9 +38,9 @@ def gather_facts(world: World, samples: Sequence[Sample]) -> SampleFacts:
     """
     parts = gather_objects(_facts_of(world, samples), world.data_group)
     facts = SampleFacts.join([part for part in parts if len(part)])
-    facts = facts.select(np.lexsort((facts.index_B, facts.prompt_B, facts.golden_B)))
+    facts = facts.select(np.lexsort((facts.index_B, facts.slot_B, facts.golden_B)))
     # The samples of one rollout follow each other.
-    rollout_3B = np.stack([facts.golden_B, facts.prompt_B, facts.episode_B])
+    rollout_3B = np.stack([facts.golden_B, facts.slot_B, facts.episode_B])
     begins_B = np.diff(rollout_3B, prepend=-1).any(axis=0)
     return replace(facts, episode_B=np.cumsum(begins_B))
 
@@ -55,7 +55,7 @@ def _facts_of(world: World, samples: Sequence[Sample]) -> SampleFacts:
     return SampleFacts(
         holder_B=np.full(len(samples), world.data_rank),
         index_B=np.arange(len(samples)),
-        prompt_B=np.array([sample.slot for sample in samples], np.int64),
+        slot_B=np.array([sample.slot for sample in samples], np.int64),
         episode_B=np.array([sample.episode for sample in samples], np.int64),
         golden_B=np.array([sample.kind == "golden" for sample in samples], np.bool_),
         off_policy_B=np.array([sample.off_policy for sample in samples], np.bool_),

@@ -53,7 +53,7 @@ def minibatches(world: World, with_rollouts: bool = True) -> list[Minibatch]:
 def test_facts_are_in_the_order_of_the_prompts(world):
     facts = gather_facts(world, samples_of([3, 0, 1, 4, 2]))
     slots = [*range(FIRST, FIRST + 5)]
-    assert facts.prompt_B.tolist() == [slot for slot in slots for _ in range(2)] + slots
+    assert facts.slot_B.tolist() == [slot for slot in slots for _ in range(2)] + slots
     assert facts.golden_B.tolist() == [False] * 10 + [True] * 5
     assert facts.episode_B.tolist() == [*range(1, 16)]
     assert facts.reward_B[:4].tolist() == [0.0, 1.0, 0.0, 1.0]
