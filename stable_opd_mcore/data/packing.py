@@ -218,7 +218,10 @@ def _row_values(
 
     def or_zeros(parts: Sequence[NDArray[Any] | None], dtype: type[np.generic]) -> NDArray[Any]:
         pairs = zip(parts, sampled_S.tolist(), strict=True)
-        return _join([np.zeros(n, dtype) if part is None else part for part, n in pairs], dtype)
+        arrays: list[NDArray[Any]] = [
+            np.zeros(n, dtype) if part is None else part for part, n in pairs
+        ]
+        return _join(arrays, dtype)
 
     trained_N = _join([sample.trained for sample in chosen], np.bool_)
     values: dict[str, NDArray[Any]] = {
