@@ -149,12 +149,12 @@ class SglangServer:
             )
         atexit.register(self.stop)
 
-    def wait_until_healthy(self, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Block until the server answers. If it ended, its time to start passed, or `give_up()` is
-        true, stop it and raise ServerStartError."""
+    def wait_until_healthy(self, give_up: Callable[[], bool] = lambda: False) -> float:
+        """Block until the server answers; returns the seconds that it took. If it ended, its time
+        to start passed, or `give_up()` is true, stop it and raise ServerStartError."""
+        began, limit = time.monotonic(), self.options.startup_timeout_seconds
         with contextlib.closing(self.client()) as client:
-            seconds = self.options.startup_timeout_seconds
-            defect = await_answer(client, give_up, self._can_answer, seconds)
+            defect = await_answer(client, give_up, self._can_answer, limit)
             if defect is None:
                 try:  # /flush_cache collects garbage: exclude what SGLang's imports created
                     client.call("POST", "/freeze_gc")
@@ -165,6 +165,7 @@ class SglangServer:
             lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
             end = f"the end of {self.log}:\n" + "\n".join(lines)
             raise ServerStartError(f"SGLang server {self.url} {defect}; {end}")
+        return time.monotonic() - began
 
     def stop(self) -> None:
         """End the process and its workers with SIGKILL; a server holds nothing that must be saved.
