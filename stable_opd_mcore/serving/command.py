@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stable_opd_mcore.host.network import gloo_settings
-from stable_opd_mcore.serving import timeouts
 
 PROGRAM = Path(__file__).with_name("launch_server.py")
 _KEY_VARIABLE = "STABLE_OPD_SGLANG_API_KEY"  # passes the key to the child; argv is public
@@ -48,7 +47,7 @@ class ServerOptions:
     gpus: tuple[int, ...] = ()  # local ids, one per tensor rank; unused on a CPU
     memory_share: float | None = None  # share of the free GPU memory; None: SGLang's choice
     arguments: tuple[str, ...] = ()  # further SGLang arguments
-    startup_timeout_seconds: float = timeouts.START  # until it answers
+    startup_timeout_seconds: float | None = None  # until it answers; None: timeouts.START
 
 
 def launch_command(options: ServerOptions, port: int, owner_pid: int) -> list[str]:

@@ -84,17 +84,17 @@ def await_answer(
     client: SglangClient,
     give_up: Callable[[], bool],
     is_running: Callable[[], bool] = lambda: True,
-    seconds: float = timeouts.START,
+    startup_timeout_seconds: float | None = None,
 ) -> str | None:
     """Block until a server answers. Returns None, or why this waits no longer."""
-    began = time.monotonic()
+    began, limit = time.monotonic(), startup_timeout_seconds or timeouts.START
     while not client.is_healthy():
         if not is_running():
             return "ended"
         if give_up():
             return "did not answer yet, and a stop was requested"
-        if time.monotonic() - began > seconds:
-            return f"did not answer in {seconds:g} s"
+        if time.monotonic() - began > limit:
+            return f"did not answer in {limit:g} s"
         time.sleep(_POLL_SECONDS)
     return None
 
@@ -152,8 +152,9 @@ class SglangServer:
     def wait_until_healthy(self, give_up: Callable[[], bool] = lambda: False) -> float:
         """Block until the server answers; returns the seconds that it took. If it ended, its time
         to start passed, or `give_up()` is true, stop it and raise ServerStartError."""
-        began, limit = time.monotonic(), self.options.startup_timeout_seconds
+        began = time.monotonic()
         with contextlib.closing(self.client()) as client:
+            limit = self.options.startup_timeout_seconds
             defect = await_answer(client, give_up, self._can_answer, limit)
             if defect is None:
                 try:  # /flush_cache collects garbage: exclude what SGLang's imports created
