@@ -23,8 +23,8 @@ JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}
                                          # trainer's nodes, as rollout.engine and rollout.sglang.placement say
 : "${GPU:=h200}"                          # h200 or h100: its memory says how many GPUs a server needs; cpu: a test
 : "${SERVER_COMMAND:=}"                  # in place of `python -m stable_opd_mcore serve`
-: "${SERVER_TIMEOUT:=1800}"              # seconds until all servers must answer /health, as in serving/timeouts.py: where
-                                         # their caches are empty they compile kernels first
+: "${SERVER_TIMEOUT:=1800}"              # seconds that servers have until all of them answer /health, the START of
+                                         # serving/timeouts.py: with empty caches they first compile kernels
 : "${SERVER_RESTARTS:=5}"                # how often in an hour a server node's command may end before the job fails
 
 # ---- checks before the start ------------------------------------------------------------------------------------

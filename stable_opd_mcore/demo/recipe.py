@@ -54,7 +54,7 @@ ARMS: dict[str, dict[str, Any]] = {
         "mixture": {"lambda": 1.0},
     },
 }
-COLLAPSE = "collapse"  # names the arms' directory in that of their seed, and their YAML file
+COLLAPSE = "collapse"  # the folder of the arms' runs in a seed's, and the file of their settings
 CAPTION = (
     "The student lacks facts, and its stop token is not the teacher's. Plain OPD improves, then "
     "loses stopping. stable_opd has the KL to the initial student and the golden mixture, opd_kl "

@@ -48,7 +48,7 @@ class Run:
     held_out: PromptSet | None
     order: PromptOrder | SourceOrder
     grader: Grader
-    phase: Callable[[str], object] = lambda _: None  # receives what the run does now
+    phase: Callable[[str], object] = lambda _: None  # called as a phase begins, with its name
 
     @property
     def idle_clocks(self) -> dict[str, IdleClock]:
