@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from stable_opd_mcore.data.packing import costs, fill, pack, partition
-from stable_opd_mcore.records import MicroBatch, Sample, SampleFacts, SampleWeights
+from stable_opd_mcore.records import MicroBatch, Sample
+from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
 
 def facts_of(samples: Sequence[Sample]) -> SampleFacts:

@@ -33,6 +33,7 @@ ROWS = {
     "serving": 2,  # processes and HTTP; knows neither models nor weights
     "config": 1,
     "records": 1,
+    "sample_facts": 1,
     "metrics": 1,
     "host": 0,
     "errors": -1,

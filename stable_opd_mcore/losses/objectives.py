@@ -27,7 +27,8 @@ from stable_opd_mcore.losses.output_head import Head, rows_per_block
 from stable_opd_mcore.losses.own_objective import own_objective
 from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from stable_opd_mcore.losses.token_losses import Divergence, PolicyLoss, Rows, Terms
-from stable_opd_mcore.records import LossOutput, MicroBatch, SampleFacts, SampleWeights
+from stable_opd_mcore.records import LossOutput, MicroBatch
+from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
 # "topk" includes "sampled". "hidden" is hidden states only: the loss computes the rest.
 ScoresNeeded = Literal["none", "sampled", "topk", "hidden"]

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from stable_opd_mcore.data.responses import QUARTERS
 from stable_opd_mcore.metrics import Max, Mean, Metrics, Sum
-from stable_opd_mcore.records import LossOutput, MicroBatch, SampleFacts
+from stable_opd_mcore.records import LossOutput, MicroBatch
+from stable_opd_mcore.sample_facts import SampleFacts
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,8 +20,9 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.weights import random_weights
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import MicroBatch, Sample, SampleWeights
+from stable_opd_mcore.records import MicroBatch, Sample
 from stable_opd_mcore.run_inputs import configured_architecture, refuse_small_vocabulary
+from stable_opd_mcore.sample_facts import SampleWeights
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
 from stable_opd_mcore.scoring.scorer import Scorer

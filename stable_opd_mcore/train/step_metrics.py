@@ -12,7 +12,8 @@ from stable_opd_mcore.metrics import Metrics, Same, reduce_over_ranks
 from stable_opd_mcore.monitoring.health import sample_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, object_group
-from stable_opd_mcore.records import MicroBatch, Rollout, SampleFacts
+from stable_opd_mcore.records import MicroBatch, Rollout
+from stable_opd_mcore.sample_facts import SampleFacts
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.collecting import measured
 from stable_opd_mcore.train.samples.overlap import overlap_is_due, overlap_metrics

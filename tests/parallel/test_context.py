@@ -19,7 +19,8 @@ from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.context import slice_microbatch, token_indices
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
-from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, SampleWeights, SequenceScores
+from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, SequenceScores
+from stable_opd_mcore.sample_facts import SampleWeights
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.scorer import with_scores
 from stable_opd_mcore.scoring.served import ServedScorer

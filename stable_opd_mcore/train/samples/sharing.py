@@ -21,7 +21,8 @@ from stable_opd_mcore.models.fp8 import MULTIPLE
 from stable_opd_mcore.parallel.context import slice_microbatch
 from stable_opd_mcore.parallel.transfers import to_device
 from stable_opd_mcore.parallel.world import World, exchange_objects, gather_objects
-from stable_opd_mcore.records import MicroBatch, Sample, SampleFacts, SampleWeights
+from stable_opd_mcore.records import MicroBatch, Sample
+from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
 
 @dataclass(frozen=True)

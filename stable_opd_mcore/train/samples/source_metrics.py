@@ -17,7 +17,7 @@ from stable_opd_mcore.data.packing import split_by_prompt
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.metrics import Mean, Metric, Metrics
-from stable_opd_mcore.records import SampleFacts
+from stable_opd_mcore.sample_facts import SampleFacts
 
 Groups = Mapping[str, NDArray[np.bool_]]  # the first part of a metric's key -> which samples
 NO_GROUPS: Groups = {}
