@@ -11,7 +11,7 @@ A name's suffix is its shape:
     K  entries of a top-K list
     E  token ids that are looked up at every token
     G  rows of golden solutions
-    L  tokens of one response or of one sequence
+    L  sampled tokens of one rollout, or tokens of one sequence
     Y  layers of the student
     X  experts that a router chooses for a token
     H  hidden size of the model that the field belongs to
@@ -134,7 +134,7 @@ class SequenceScores(_WithArrays):
     top_logprobs_LK: NDArray[np.float16]
     extra_logprobs_LE: NDArray[np.float32]  # E ids that are looked up at every token
 
-    def select(self, index: NDArray[Any]) -> SequenceScores:
+    def select(self, index: NDArray[Any] | slice) -> SequenceScores:
         """The scores of the tokens at `index`."""
         return SequenceScores(**{name: values[index] for name, values in vars(self).items()})
 
@@ -147,38 +147,60 @@ class Segment:
     weight_version: int
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Tokens that the student sampled in one go, and what it observed before them."""
+
+    num_tokens: int  # the sampled ones
+    finish_reason: FinishReason  # "abort": it may get more tokens
+    before: tuple[int, ...] = ()  # token ids, after the turn before or, first, the prompt
+    restarts: bool = False  # `before` is all that the student reads here: a new context begins
+
+
 @dataclass(frozen=True, eq=False)
 class Rollout(_WithArrays):
-    """One response of L tokens, sampled from the student for a prompt."""
+    """One episode: L tokens that the student sampled for a prompt, in one turn or in several."""
 
     _DTYPES: ClassVar = {"token_ids": np.int32, "rollout_logprobs": np.float32}
 
     prompt: Prompt
     sample_index: int  # 0 .. samples_per_prompt - 1
-    token_ids: NDArray[np.int32]  # [L], ends with its stop token when finish_reason is "stop"
+    token_ids: NDArray[np.int32]  # [L], the stop token of each turn that has one included
     rollout_logprobs: NDArray[np.float32]  # [L], nats, full softmax at sampling temperature
-    finish_reason: FinishReason
+    finish_reason: FinishReason  # of the episode; that of its last turn may differ
     weight_version: int  # version of the student's weights that sampled its first token
-    text: str = ""  # decoded response, without the stop token
+    text: str = ""  # its last turn, decoded, without the stop token
     reward: float | None = None  # 0 to 1: 1 right, 0 wrong; None: not graded
     grading_failure: GradingFailure | None = None  # why grading ended without a verdict
-    # int16 [prompt and response tokens - 1, Y, X]: the experts that the engine chose for each
-    # token but the last; None without rollout.routing_replay
+    # int16 [tokens of a context - 1, Y, X], its contexts one after the other: the experts that the
+    # engine chose for each token but the last; None without rollout.routing_replay
     routed_experts: NDArray[np.int16] | None = None
     # L tokens together, in order; not given: all have weight_version
     segments: tuple[Segment, ...] = ()
     teacher_scores: SequenceScores | None = None  # None: no server has scored it
+    turns: tuple[Turn, ...] = ()  # L tokens together, in order; not given: one turn
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.segments:
             whole = (Segment(len(self.token_ids), self.weight_version),)
             object.__setattr__(self, "segments", whole)
+        if not self.turns:
+            object.__setattr__(self, "turns", (self._only_turn,))
+
+    @property
+    def has_one_turn(self) -> bool:
+        """Whether it is one response to its prompt."""
+        return self.turns == (self._only_turn,)
+
+    @property
+    def _only_turn(self) -> Turn:
+        return Turn(len(self.token_ids), self.finish_reason)
 
 
 @dataclass(frozen=True, eq=False)
 class Sample(_WithArrays):
-    """A rollout or a golden solution, or a part of it, as it is trained on: a sequence of L tokens.
+    """A golden solution, or one context of a rollout, as it is trained on: a sequence of L tokens.
 
     N of them are "sampled", by the student or by whoever wrote the golden solution. The others, the
     prompt and what the student observed between its own tokens, have no row in the loss.
@@ -200,12 +222,12 @@ class Sample(_WithArrays):
     num_prompt_tokens: int  # at least 1, at most places[0]
     trained: NDArray[np.bool_]  # [N], False where a token mask removes the token from the loss
     rollout_logprobs: NDArray[np.float32] | None = None  # [N], nats; None for golden solutions
-    # [N], inside the maximal periodic suffix of its response; None: nowhere
+    # [N], inside the maximal periodic suffix of its turn; None: nowhere
     repetitive: NDArray[np.bool_] | None = None
     episode: int = 0  # Rollout.sample_index; the rollout may have several samples
     reward: float | None = None  # see Rollout
-    truncated: bool = False  # the rollout did not end with a stop token
-    routed_experts: NDArray[np.int16] | None = None  # see Rollout
+    truncated: bool = False  # the rollout's finish reason is not "stop"
+    routed_experts: NDArray[np.int16] | None = None  # see Rollout; of this context
     off_policy: bool = False  # the golden solution, not the rollouts, carries the policy term (gkd)
     # Prompt.teacher_token_ids; None where the teacher reads the student's prompt
     teacher_prompt_token_ids: NDArray[np.int32] | None = None

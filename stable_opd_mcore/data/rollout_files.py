@@ -26,6 +26,7 @@ from stable_opd_mcore.records import (
     Prompt,
     Rollout,
     Segment,
+    Turn,
 )
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -63,6 +64,15 @@ class _Segment(BaseModel):
     weight_version: int
 
 
+class _Turn(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    num_tokens: int = Field(ge=0)
+    finish_reason: FinishReason
+    before: _TokenIds
+    restarts: bool
+
+
 class _RolloutColumns(_Columns):
     sample_index: int
     text: str = Field(alias="response")
@@ -73,6 +83,7 @@ class _RolloutColumns(_Columns):
     token_ids: list[TokenId] = Field(alias="response_token_ids")
     rollout_logprobs: list[_Float32]
     segments: list[_Segment] | None = None  # where weights of several versions sampled it
+    turns: list[_Turn] | None = None  # where it is more than one response to its prompt
 
 
 def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
@@ -125,6 +136,8 @@ def encode_rollout(rollout: Rollout) -> bytes:
     row = _PromptColumns.row(prompt) | _RolloutColumns.row(rollout)
     if len(rollout.segments) == 1:
         del row["segments"]
+    if rollout.has_one_turn:
+        del row["turns"]
     return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
@@ -142,19 +155,21 @@ def _from_line(line: bytes, where: str, strict: bool) -> Rollout:
     record = object_in_line(line if strict else decode_line(line), where)
     prompt = Prompt(**validated(_PromptColumns, record, where).model_dump())
     columns = validated(_RolloutColumns, record, where)
-    fields = columns.model_dump(exclude={"segments"})
+    fields = columns.model_dump(exclude={"segments", "turns"})
     segments = tuple(Segment(**segment.model_dump()) for segment in columns.segments or ())
-    rollout = Rollout(prompt, **fields, segments=segments)
+    turns = tuple(Turn(**turn.model_dump()) for turn in columns.turns or ())
+    rollout = Rollout(prompt, **fields, segments=segments, turns=turns)
     if len(rollout.token_ids) != len(rollout.rollout_logprobs):
         raise DataError(
             f"{where}: {len(rollout.token_ids)} response_token_ids but "
             f"{len(rollout.rollout_logprobs)} rollout_logprobs; each token needs its "
             "log-probability: restore the file"
         )
-    in_segments = sum(segment.num_tokens for segment in rollout.segments)
-    if in_segments != len(rollout.token_ids):
-        raise DataError(
-            f"{where}: segments of {in_segments} tokens in all for {len(rollout.token_ids)} "
-            "response_token_ids; each token belongs to one segment: restore the file"
-        )
+    for name, parts in {"segments": rollout.segments, "turns": rollout.turns}.items():
+        num_tokens = sum(part.num_tokens for part in parts)
+        if num_tokens != len(rollout.token_ids):
+            raise DataError(
+                f"{where}: {name} of {num_tokens} tokens in all for {len(rollout.token_ids)} "
+                "response_token_ids; each token belongs to one of them: restore the file"
+            )
     return rollout

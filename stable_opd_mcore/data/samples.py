@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from stable_opd_mcore.config.schema import TokenMasksConfig
 from stable_opd_mcore.data.repetition import min_loop_tokens, tail_loop
-from stable_opd_mcore.records import Prompt, Rollout, Sample
+from stable_opd_mcore.records import Prompt, Rollout, Sample, Turn
 
 _NO_MASKS = TokenMasksConfig()
 
@@ -35,36 +35,56 @@ def mark_off_policy(samples: Sequence[Sample], slots: Container[int]) -> list[Sa
 
 
 def rollout_samples(
-    rollouts: Sequence[Rollout],
+    rollouts: Iterable[Rollout],
     masks: TokenMasksConfig = _NO_MASKS,
     max_new_tokens: int | None = None,
 ) -> list[Sample]:
-    """One sample per rollout; `max_new_tokens` says how long a loop must be."""
+    """One sample per context of each rollout; `max_new_tokens` says how long a loop must be."""
     least = min_loop_tokens(max_new_tokens)
-    samples: list[Sample] = []
-    for rollout in rollouts:
-        length = len(rollout.token_ids)
-        loop = tail_loop(rollout.token_ids, min_length=least)
-        repetitive = np.arange(length) >= length - loop.length
-        samples.append(
-            Sample.of_response(
-                "rollout",
-                rollout.prompt.prompt_id,
-                np.array(rollout.prompt.token_ids, np.int32),
-                rollout.token_ids,
-                trained=_trained(rollout, repetitive, masks),
-                rollout_logprobs=rollout.rollout_logprobs,
-                repetitive=repetitive,
-                episode=rollout.sample_index,
-                reward=rollout.reward,
-                routed_experts=rollout.routed_experts,
-                teacher_scores=rollout.teacher_scores,
-                truncated=rollout.finish_reason != "stop",
-                teacher_prompt_token_ids=_teacher_tokens(rollout.prompt),
-                slot=rollout.prompt.slot,
-            )
+    return [sample for rollout in rollouts for sample in _samples_of(rollout, masks, least)]
+
+
+def _samples_of(rollout: Rollout, masks: TokenMasksConfig, least: int) -> Iterator[Sample]:
+    prompt, experts, scores = rollout.prompt, rollout.routed_experts, rollout.teacher_scores
+    repetitive, trained = _marks(rollout, masks, least)
+    first, first_routed = 0, 0
+    for turns in _contexts(rollout.turns):
+        beginning = () if turns[0].restarts else prompt.token_ids
+        parts, end = [np.array(beginning, np.int32)], first
+        for turn in turns:
+            sampled = rollout.token_ids[end : end + turn.num_tokens]
+            parts += [np.array(turn.before, np.int32), sampled]
+            end += turn.num_tokens
+        is_sampled = np.repeat([False] + [False, True] * len(turns), [len(part) for part in parts])
+        own, routed = slice(first, end), slice(first_routed, first_routed + len(is_sampled) - 1)
+        yield Sample(
+            "rollout",
+            prompt.prompt_id,
+            np.concatenate(parts),
+            np.flatnonzero(is_sampled).astype(np.int32),
+            len(beginning) or len(turns[0].before),
+            trained=trained[own],
+            rollout_logprobs=rollout.rollout_logprobs[own],
+            repetitive=repetitive[own],
+            episode=rollout.sample_index,
+            reward=rollout.reward,
+            routed_experts=None if experts is None else experts[routed],
+            teacher_scores=scores and scores.select(own),
+            truncated=rollout.finish_reason != "stop",
+            teacher_prompt_token_ids=_teacher_tokens(prompt),
+            slot=prompt.slot,
         )
-    return samples
+        first, first_routed = end, routed.stop
+
+
+def _contexts(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """The turns of each context: one that restarts begins another."""
+    found: list[list[Turn]] = []
+    for turn in turns:
+        if turn.restarts or not found:
+            found.append([])
+        found[-1].append(turn)
+    return found
 
 
 def golden_samples(prompts: Iterable[Prompt]) -> list[Sample]:
@@ -91,14 +111,26 @@ def _teacher_tokens(prompt: Prompt) -> NDArray[np.int32] | None:
     return None if own is None else np.array(own, np.int32)
 
 
-def _trained(
-    rollout: Rollout, repetitive: NDArray[np.bool_], masks: TokenMasksConfig
-) -> NDArray[np.bool_]:
+def _marks(
+    rollout: Rollout, masks: TokenMasksConfig, least: int
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """[L] each: whether a token is in the loop that its turn ends with, and whether it is trained.
+
+    A loop has at least `least` tokens. The masks look at each turn on its own, except
+    `truncated_rollouts`, which looks at the episode.
+    """
+    count, end = len(rollout.token_ids), 0
+    repetitive, trained = np.zeros(count, np.bool_), np.ones(count, np.bool_)
+    for turn in rollout.turns:
+        start, end = end, end + turn.num_tokens
+        ids, of_turn = rollout.token_ids[start:end], trained[start:end]
+        repetitive[end - tail_loop(ids, min_length=least).length : end] = True
+        if masks.after_tokens is not None:
+            of_turn[masks.after_tokens :] = False
+        for special in masks.special_token_ids:  # the first of each
+            of_turn[np.flatnonzero(ids == special)[:1]] = False
+    if masks.repetitive_tail:
+        trained &= ~repetitive
     if masks.truncated_rollouts and rollout.finish_reason != "stop":
-        return np.zeros_like(repetitive)
-    trained = ~repetitive if masks.repetitive_tail else np.ones_like(repetitive)
-    if masks.after_tokens is not None:
-        trained[masks.after_tokens :] = False
-    for special in masks.special_token_ids:  # the first of each
-        trained[np.flatnonzero(rollout.token_ids == special)[:1]] = False
-    return trained
+        trained[:] = False
+    return repetitive, trained

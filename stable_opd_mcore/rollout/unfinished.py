@@ -40,5 +40,6 @@ def extended(
         finish_reason=finish_reason,
         weight_version=segments[0].weight_version,
         segments=segments,
+        turns=(),
         **fields,
     )

@@ -10,7 +10,7 @@ import pytest
 from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.records import Prompt, Rollout, Segment
+from stable_opd_mcore.records import Prompt, Rollout, Segment, Turn
 
 ROLLOUTS = [
     Rollout(
@@ -45,6 +45,14 @@ ROLLOUTS = [
         segments=(Segment(1, 3), Segment(2, 5)),
     ),
 ]
+EPISODES = [
+    replace(ROLLOUTS[2], turns=turns)
+    for turns in (
+        (Turn(1, "stop"), Turn(0, "length", (7, 8)), Turn(2, "stop", (0, 2), restarts=True)),
+        (Turn(3, "length", (9,), restarts=True),),
+        (Turn(3, "stop"),),  # that of the rollout is "length"
+    )
+]
 
 
 def test_round_trip_is_exact(tmp_path):
@@ -52,7 +60,14 @@ def test_round_trip_is_exact(tmp_path):
     write_rollouts(path, ROLLOUTS)
     assert path == tmp_path / "rollouts" / "step_000012.jsonl"
     assert read_rollouts(path) == ROLLOUTS
+    assert b"turns" not in path.read_bytes()
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_turns_come_back(tmp_path):
+    write_rollouts(tmp_path / "x.jsonl", EPISODES)
+    assert read_rollouts(tmp_path / "x.jsonl") == EPISODES
+    assert len({one.turns for one in EPISODES}) == 3
 
 
 def test_experts_are_not_written(tmp_path):
@@ -68,7 +83,7 @@ def test_every_number_comes_back_and_older_files_are_read(tmp_path):
     edges = [10.0**k for k in range(-45, 39)] + [9.9999999e-5, 0.99999994, 1.1754944e-38]
     numbers = np.concatenate([numbers[np.isfinite(numbers)], -np.array(edges, np.float32), [0.0]])
     tokens = np.zeros(len(numbers))
-    given = replace(ROLLOUTS[0], token_ids=tokens, rollout_logprobs=numbers, segments=())
+    given = replace(ROLLOUTS[0], token_ids=tokens, rollout_logprobs=numbers, segments=(), turns=())
     write_rollouts(tmp_path / "new.jsonl", [given])
     row = json.loads((tmp_path / "new.jsonl").read_text("utf-8", "surrogatepass"))
     row["rollout_logprobs"] = given.rollout_logprobs.tolist()
@@ -106,6 +121,8 @@ def test_the_error_of_a_missing_file_names_the_setting(tmp_path):
         ),
         ("response_token_ids", [1, 2], "2 response_token_ids but 3 rollout_logprobs"),
         ("segments", [{"num_tokens": 2, "weight_version": 1}], "segments of 2 tokens in all for 3"),
+        ("turns", [vars(Turn(2, "stop"))], "turns of 2 tokens in all for 3"),
+        ("turns", [vars(Turn(3, "eos"))], r"turns\[0\].finish_reason is 'eos'"),
         ("golden_token_ids", ["a"], r"golden_token_ids\[0\] is 'a'"),
         (
             "response_token_ids",

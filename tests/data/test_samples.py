@@ -1,5 +1,8 @@
 """Rollouts and golden solutions as samples, and the token masks."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from stable_opd_mcore.config.schema import TokenMasksConfig
@@ -9,7 +12,10 @@ from stable_opd_mcore.data.samples import (
     off_policy_slots,
     rollout_samples,
 )
-from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.losses.objectives import build_objective
+from stable_opd_mcore.records import Prompt, Rollout, SequenceScores, Turn
+from stable_opd_mcore.train.samples.sharing import gather_facts
+from tests.losses.cases import make_config
 
 PROMPTS = [
     Prompt("s:1", "a", (1, 2), answer="1", golden_token_ids=(7, 8, 9)),
@@ -74,6 +80,74 @@ def test_truncated_rollouts_are_masked_whole():
     samples = rollout_samples(rollouts, TokenMasksConfig(truncated_rollouts=True))
     assert [any(s.trained) for s in samples] == [True, False, True, True, False]
     assert [s.truncated for s in samples] == [False, True, False, False, True]
+
+
+TURNS = (
+    Turn(3, "stop"),
+    Turn(2, "length", (6, 7)),
+    Turn(4, "stop", (8, 8, 8), restarts=True),
+    Turn(1, "stop", (6,)),
+)
+
+
+def test_a_sample_has_the_turns_of_one_context():
+    """What is observed is read by later turns; a turn that restarts begins another sample."""
+    ids, numbers = (5, 4, 9, 5, 9, 1, 2, 3, 9, 9), np.arange(10)
+    scores = SequenceScores(-numbers, *np.zeros((2, 10, 0)), np.zeros((10, 0)))
+    experts = np.arange(9 - 1 + 9 - 1)[:, None, None]
+    episode = Rollout(PROMPTS[0], 3, ids, -numbers, "stop", 0, turns=TURNS)
+    episode = replace(episode, routed_experts=experts, teacher_scores=scores)
+    masks = TokenMasksConfig(special_token_ids=(9,), after_tokens=3)
+    first, second = rollout_samples([episode], masks)
+    assert first.token_ids.tolist() == [1, 2, 5, 4, 9, 6, 7, 5, 9]
+    assert first.places.tolist() == [2, 3, 4, 7, 8]
+    assert first.trained.tolist() == [True, True, False, True, False]
+    assert second.token_ids.tolist() == [8, 8, 8, 1, 2, 3, 9, 6, 9]
+    assert second.places.tolist() == [3, 4, 5, 6, 8]
+    assert second.trained.tolist() == [True, True, True, False, False]
+    for sample, own, prompt in ((first, numbers[:5], 2), (second, numbers[5:], 3)):
+        assert (sample.num_prompt_tokens, sample.episode, sample.truncated) == (prompt, 3, False)
+        assert (-sample.rollout_logprobs).tolist() == own.tolist()
+        assert (-sample.teacher_scores.logprobs_L).tolist() == own.tolist()
+    assert first.routed_experts.ravel().tolist() == [*range(8)]
+    assert second.routed_experts.ravel().tolist() == [*range(8, 16)]
+
+
+def test_a_loop_ends_with_its_turn():
+    turns = (Turn(33, "length"), Turn(20, "length", (6,)), Turn(20, "stop", (6,)))
+    (sample,) = rollout_samples([replace(rollout(PROMPTS[0], (4,) * 73), turns=turns)])
+    assert sample.repetitive.tolist() == [True] * 33 + [False] * 40
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
+def test_restarts_change_no_weight(world, aggregation, seed):
+    """Random episodes, some of them cut, masked whole or without a token."""
+    rng = np.random.default_rng(seed)
+    episodes: list[list[Rollout]] = [[], []]
+    for number in range(12):
+        lengths = rng.integers(0, 4, rng.integers(1, 5)).tolist()
+        reason = "length" if number % 3 else "stop"
+        restarts = rng.random(len(lengths)) < 0.5
+        for plain, restarted in zip(episodes, ([False] * 5, restarts.tolist()), strict=True):
+            turns = [
+                Turn(length, reason, (7, 7), restarts=restart and n > 0)
+                for n, (length, restart) in enumerate(zip(lengths, restarted, strict=False))
+            ]
+            whole = rollout(PROMPTS[number % 2], (5,) * sum(lengths), reason, number // 2)
+            plain.append(replace(whole, reward=float(number % 5 == 0), turns=tuple(turns)))
+    settings = {"objective__name": "grpo", "kl__beta": 0.9, "sampling__max_new_tokens": 10}
+    objective = build_objective(make_config(aggregation=aggregation, **settings), (1,), (1,))
+    found = []
+    for rollouts in episodes:
+        samples = rollout_samples(rollouts, TokenMasksConfig(truncated_rollouts=True))
+        facts = gather_facts(world, samples)
+        weights, held = objective.sample_weights(facts), [samples[i] for i in facts.index_B]
+        values = (weights.pg_B, weights.kl_B, weights.advantage_B)
+        found.append([np.repeat(each, [len(s.places) for s in held]) for each in values])
+        found[-1].append(np.concatenate([sample.trained for sample in held]))
+    assert len(found[0][0]) == sum(len(one.token_ids) for one in episodes[0])
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("per_step", [1, 3, 16])
