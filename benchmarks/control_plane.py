@@ -30,11 +30,11 @@ import psutil
 import torch
 
 from stable_opd_mcore.records import Prompt, Sampling
+from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests
-from stable_opd_mcore.rollout.unfinished import not_begun
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.http_process import HTTP
 from stable_opd_mcore.serving.requests import Generation, Scoring
@@ -189,8 +189,9 @@ def sampled(
             PromptRequests(
                 request,
                 lambda *_: True,
-                [not_begun(Prompt(f"p:{n}", "", prompts[n]), 0, 0)],
+                [Episode.begin(Prompt(f"p:{n}", "", prompts[n]), 0, 0)],
                 0,
+                PROMPT + tokens,
             )
             for n, request in enumerate(requests)
         ]

@@ -1,9 +1,9 @@
 """Rollouts from the student's own Megatron model chunks.
 
-Each distinct prefix of a batch is run once; its keys and values are then repeated for its samples,
+Each distinct context of a batch is run once; its keys and values are then repeated for its samples,
 and all rows are decoded one token a step. Finished rows leave the batch. A token's noise depends
 only on seed, step, prompt, sample and position (noise.py), so batch size, other rows and the
-parallel layout do not change what is sampled.
+parallel layout do not change what is sampled. A next turn is decoded from its whole context again.
 
 Megatron's layers run without its model around them (inference.py), and with their own cache of keys
 and values (kv_cache.py): Megatron's static cache rotates every cached key again at each step (2.4
@@ -17,13 +17,13 @@ of padding until all have finished.
 as those of servers would be, and the same in every run. A response that continues after an update
 is decoded again from its prompt and tokens, so the new weights read its old tokens.
 
-Letters: P prefixes, R rollouts of one batch, B rows still running, L new tokens, T tokens of a
-row in one forward pass, H hidden size, D half the size of a head, V vocabulary.
+Letters: P contexts, R rows of one batch, one an episode, B rows still running, L new tokens, T
+tokens of a row in one forward pass, H hidden size, D half the size of a head, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
@@ -40,10 +40,10 @@ from stable_opd_mcore.models.linear import linear
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine, check_prompts
+from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.inference import inference_mode, run_layers
 from stable_opd_mcore.rollout.kv_cache import KVCache
 from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
-from stable_opd_mcore.rollout.unfinished import extended, is_finished, not_begun
 
 # Finished rows are dropped when at most this share of the batch is still running. Between 0.75 and
 # 0.9 the time is the same; never dropping takes three times as long on a long-tailed batch.
@@ -75,15 +75,16 @@ class EmbeddedEngine(RolloutEngine):
                 "tokenizer.path to the student's"
             )
         self._window = architecture.max_positions
-        # responses sampled ahead by step, finished or not; evaluations differ in sampling or step
-        self._ahead: dict[tuple[int, Sampling], list[Rollout]] = {}
+        # episodes sampled ahead by step, finished or not; evaluations differ in sampling or step
+        self._ahead: dict[tuple[int, Sampling], list[Episode]] = {}
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
     ) -> list[Rollout]:
         """See `RolloutEngine.generate`. All ranks of the replica call it together."""
         check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=self._window)
-        return self._continue(prompts, sampling, step, sampling.max_new_tokens)
+        episodes = self._continue(prompts, sampling, step, sampling.max_new_tokens)
+        return [episode.rollout() for episode in episodes]
 
     def prefetch(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, weight_version: int
@@ -106,109 +107,122 @@ class EmbeddedEngine(RolloutEngine):
 
     def _continue(
         self, prompts: Sequence[Prompt], sampling: Sampling, step: int, length: int
-    ) -> list[Rollout]:
-        """The step's rollouts, decoded until each response ends or has `length` tokens. They
+    ) -> list[Episode]:
+        """The step's episodes, decoded until each ends or has `length` tokens of a turn. They
         continue what was sampled ahead."""
-        rollouts = self._ahead.pop((step, sampling), None) or [
-            not_begun(prompt, sample, self.weight_version)
+        episodes = self._ahead.pop((step, sampling), None) or [
+            Episode.begin(prompt, sample, self.weight_version)
             for prompt in prompts
             for sample in range(sampling.num_samples)
         ]
-        waiting: dict[int, list[int]] = {}  # places of unfinished rollouts by their length
-        for place, rollout in enumerate(rollouts):
-            if not is_finished(rollout) and len(rollout.token_ids) < length:
-                waiting.setdefault(len(rollout.token_ids), []).append(place)
-        if not self._some_replica_runs(bool(waiting)):
-            return rollouts
+        limits = self._limits(episodes, sampling, length)
+        if not self._some_replica_runs(bool(limits)):
+            return episodes
         with inference_mode(self._chunks):
-            for num_sampled, places in sorted(waiting.items()):
+            while limits:  # another turn of each episode that has one
+                places = list(limits)
                 for start in range(0, len(places), self.max_rows):
-                    batch = places[start : start + self.max_rows]
-                    longer = self._extend(
-                        [rollouts[place] for place in batch], sampling, step, length - num_sampled
-                    )
-                    for place, rollout in zip(batch, longer, strict=True):
-                        rollouts[place] = rollout
+                    batch = {place: limits[place] for place in places[start:][: self.max_rows]}
+                    self._extend(episodes, batch, sampling, step)
+                episodes = self._after_turns(episodes)
+                limits = self._limits(episodes, sampling, length)
             while self._some_replica_runs(False):
                 padding_BT = torch.zeros(1, 1, dtype=torch.int64, device=self.world.device)
                 self._run(padding_BT, self._new_cache([1], 1))
-        return rollouts
+        return episodes
+
+    def _limits(
+        self, episodes: Sequence[Episode], sampling: Sampling, length: int
+    ) -> dict[int, int]:
+        """Places of open turns -> how many more tokens they get, at most to `length`."""
+        limits: dict[int, int] = {}
+        for place, episode in enumerate(episodes):
+            if episode.is_open:
+                left = length - episode.turns[-1].num_tokens
+                limits[place] = min(left, episode.budget(sampling, self._window))
+        return {place: limit for place, limit in limits.items() if limit > 0}
+
+    def _after_turns(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """Each episode whose turn is over continues with an observation, or ends: without an
+        environment each turn is the last."""
+        return [each if each.is_open or each.is_ended else each.ended() for each in episodes]
 
     def _extend(
-        self, rollouts: Sequence[Rollout], sampling: Sampling, step: int, num_tokens: int
-    ) -> list[Rollout]:
-        """Decode up to `num_tokens` more tokens of rollouts that have equally many, together."""
-        device = self.world.device
-        prefixes: list[tuple[int, ...]] = []
-        prefix_of_row: list[int] = []
-        for rollout in rollouts:  # samples of one prompt are adjacent
-            prefix = (*rollout.prompt.token_ids, *rollout.token_ids.tolist())
-            if not prefixes or prefixes[-1] != prefix:
-                prefixes.append(prefix)
-            prefix_of_row.append(len(prefixes) - 1)
-        keys = [
-            row_key(sampling.seed, step, rollout.prompt.prompt_id, rollout.sample_index)
-            for rollout in rollouts
-        ]
-        first = len(rollouts[0].token_ids)
-        tokens_RL, logprobs_RL = self._decode_rows(
-            prefixes,
-            torch.tensor(prefix_of_row, device=device),
-            torch.tensor(keys, dtype=torch.int64, device=device),
-            range(first, first + num_tokens),
-            sampling,
+        self, episodes: list[Episode], limits: Mapping[int, int], sampling: Sampling, step: int
+    ) -> None:
+        """Replace the episodes at some places by longer ones, decoded together."""
+        contexts: list[tuple[int, ...]] = []
+        rows: list[tuple[int, ...]] = []
+        for place, limit in limits.items():  # samples of one prompt are adjacent
+            episode = episodes[place]
+            context = tuple(episode.context.tolist())
+            if not contexts or contexts[-1] != context:
+                contexts.append(context)
+            key = row_key(sampling.seed, step, episode.prompt.prompt_id, episode.sample_index)
+            rows.append((len(contexts) - 1, key, len(episode.token_ids), limit))
+        rows_4R = torch.tensor(rows, dtype=torch.int64, device=self.world.device).T
+        tokens_RL, logprobs_RL = self._decode_rows(contexts, rows_4R, sampling)
+        decoded = zip(
+            limits.items(), tokens_RL.cpu().numpy(), logprobs_RL.cpu().numpy(), strict=True
         )
-        longer = [
-            with_tokens(*row, sampling, self.weight_version)
-            for row in zip(
-                rollouts, tokens_RL.cpu().numpy(), logprobs_RL.cpu().numpy(), strict=True
-            )
-        ]
-        return [replace(rollout, text=self._text(rollout)) for rollout in longer]
+        for (place, limit), tokens_L, logprobs_L in decoded:
+            new = tokens_L[:limit], logprobs_L[:limit]
+            episodes[place] = self._with_tokens(episodes[place], *new, sampling)
 
-    def _text(self, rollout: Rollout) -> str:
-        length = len(rollout.token_ids) - (rollout.finish_reason == "stop")
-        return self.decode(rollout.token_ids[:length].tolist())
+    def _with_tokens(
+        self,
+        episode: Episode,
+        tokens_L: NDArray[np.int64],
+        logprobs_L: NDArray[np.float32],
+        sampling: Sampling,
+    ) -> Episode:
+        """The episode with the tokens up to the first stop token."""
+        stops = np.flatnonzero(np.isin(tokens_L, sampling.stop_token_ids))
+        length = int(stops[0]) + 1 if len(stops) else len(tokens_L)
+        is_full = length == episode.budget(sampling, self._window)
+        reason = "stop" if len(stops) else "length" if is_full else "abort"
+        token_ids = tokens_L[:length].astype(np.int32)
+        longer = episode.with_tokens(token_ids, logprobs_L[:length], reason, self.weight_version)
+        of_turn = longer.token_ids[len(longer.token_ids) - longer.turns[-1].num_tokens :].tolist()
+        return replace(longer, text=self.decode(of_turn[:-1] if reason == "stop" else of_turn))
 
     def _decode_rows(
-        self,
-        prefixes: Sequence[tuple[int, ...]],
-        prefix_of_row_R: Tensor,
-        keys_R: Tensor,
-        positions: range,
-        sampling: Sampling,
+        self, contexts: Sequence[tuple[int, ...]], rows_4R: Tensor, sampling: Sampling
     ) -> tuple[Tensor, Tensor]:
-        """The decode loop: tokens and log-probabilities [R, L] at `positions` of the responses,
-        undefined after a stop token. `prefixes` are prompts with the response tokens before."""
-        num_rows, num_tokens, device = len(keys_R), len(positions), self.world.device
+        """The decode loop: tokens and log-probabilities [R, L], undefined after a stop token and
+        after the row's limit.
+
+        rows_4R: int64, each row's context, key, position of its first new token, and limit.
+        """
+        context_R, keys_B, positions_B, left_B = rows_4R.unbind()
+        num_rows, num_tokens, device = len(keys_B), int(left_B.max()), self.world.device
         tokens_RL = torch.zeros(num_rows, num_tokens, dtype=torch.int64, device=device)
         logprobs_RL = torch.zeros(num_rows, num_tokens, device=device)
         stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
 
-        cache = self._new_cache([len(prefix) for prefix in prefixes], num_tokens)
-        hidden_BH = self._forward(_left_padded(prefixes, device), cache)
-        if len(prefixes) < num_rows:
-            cache.select(prefix_of_row_R)
-            hidden_BH = None if hidden_BH is None else hidden_BH[prefix_of_row_R]
+        cache = self._new_cache([len(context) for context in contexts], num_tokens)
+        hidden_BH = self._forward(_left_padded(contexts, device), cache)
+        if len(contexts) < num_rows:
+            cache.select(context_R)
+            hidden_BH = None if hidden_BH is None else hidden_BH[context_R]
 
-        running_B, keys_B = torch.arange(num_rows, device=device), keys_R
+        running_B = torch.arange(num_rows, device=device)
         done_B = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        for column, position in enumerate(positions):
-            tokens_B, logprobs_B = self._sample(hidden_BH, keys_B, position, sampling)
+        for column in range(num_tokens):
+            tokens_B, logprobs_B = self._sample(hidden_BH, keys_B, positions_B + column, sampling)
             self.progress()
             tokens_RL[running_B, column] = tokens_B
             logprobs_RL[running_B, column] = logprobs_B
-            done_B = done_B | (tokens_B[:, None] == stop_ids).any(dim=1)
-            if column + 1 == num_tokens:
-                break
+            is_stop_B = (tokens_B[:, None] == stop_ids).any(dim=1)
+            done_B = done_B | is_stop_B | (column + 1 == left_B)
             num_running = len(done_B) - int(done_B.sum())
             if num_running == 0:
                 break
             if num_running <= _COMPACT_BELOW * len(done_B):
                 alive = (~done_B).nonzero()[:, 0]
                 cache.select(alive)
-                running_B, keys_B, tokens_B, done_B = (
-                    x[alive] for x in (running_B, keys_B, tokens_B, done_B)
+                running_B, keys_B, positions_B, left_B, tokens_B, done_B = (
+                    x[alive] for x in (running_B, keys_B, positions_B, left_B, tokens_B, done_B)
                 )
             hidden_BH = self._forward(tokens_B[:, None], cache)
         return tokens_RL, logprobs_RL
@@ -257,7 +271,7 @@ class EmbeddedEngine(RolloutEngine):
         return hidden_TBH[-1] if self.world.is_last_stage else None
 
     def _sample(
-        self, hidden_BH: Tensor | None, keys_B: Tensor, position: int, sampling: Sampling
+        self, hidden_BH: Tensor | None, keys_B: Tensor, positions_B: Tensor, sampling: Sampling
     ) -> tuple[Tensor, Tensor]:
         """Sample on the last stage and broadcast to the replica: tokens_B, logprobs_B."""
         sampled_2B = torch.empty(2, len(keys_B), dtype=torch.float64, device=keys_B.device)
@@ -266,7 +280,7 @@ class EmbeddedEngine(RolloutEngine):
                 self._logits(hidden_BH),
                 sampling.temperature,
                 sampling.top_p,
-                uniforms(keys_B, position),
+                uniforms(keys_B, positions_B),
             )
             if self.world.model_group.size() == 1:
                 return tokens_B, logprobs_B
@@ -288,24 +302,8 @@ class EmbeddedEngine(RolloutEngine):
         return logits_BV[:, : self.vocab_size].float()
 
 
-def _left_padded(prefixes: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """Token ids [P, T], int64, each prefix's last token in the last column."""
-    longest = max(map(len, prefixes))
-    rows = [(0,) * (longest - len(prefix)) + prefix for prefix in prefixes]
+def _left_padded(contexts: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Token ids [P, T], int64, each context's last token in the last column."""
+    longest = max(map(len, contexts))
+    rows = [(0,) * (longest - len(context)) + context for context in contexts]
     return torch.tensor(rows, dtype=torch.int64, device=device)
-
-
-def with_tokens(
-    rollout: Rollout,
-    tokens_L: NDArray[np.int64],
-    logprobs_L: NDArray[np.float32],
-    sampling: Sampling,
-    weight_version: int,
-) -> Rollout:
-    """The rollout with the tokens up to the first stop token, but without its text."""
-    stops = np.flatnonzero(np.isin(tokens_L, sampling.stop_token_ids))
-    length = int(stops[0]) + 1 if len(stops) else len(tokens_L)
-    is_full = len(rollout.token_ids) + length == sampling.max_new_tokens
-    reason = "stop" if len(stops) else "length" if is_full else "abort"
-    token_ids = tokens_L[:length].astype(np.int32)
-    return extended(rollout, token_ids, logprobs_L[:length], reason, weight_version)

@@ -2,8 +2,9 @@
 
 With a sequential random stream, a rollout would depend on the other rows of its batch, on the
 parallel layout and on restarts. Here a row's 64-bit key is a BLAKE2b digest of (seed, step, prompt
-id, sample index), and position t uses output t of the SplitMix64 generator seeded with that key
-(Steele, Lea, Flood 2014: state + (t+1) * gamma, then a bijective mix).
+id, sample index), and its sampled token t uses output t of the SplitMix64 generator seeded with
+that key (Steele, Lea, Flood 2014: state + (t+1) * gamma, then a bijective mix). What is observed
+between turns is not counted.
 
 Letters: B rows, V vocabulary.
 """
@@ -32,12 +33,13 @@ def row_key(seed: int, step: int, prompt_id: str, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
 
 
-def uniforms(keys_B: Tensor, position: int) -> Tensor:
-    """Uniforms in [0, 1), float64 [B], for response token `position` of rows with these int64 keys.
+def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
+    """Uniforms in [0, 1), float64 [B], for the sampled tokens at int64 positions of rollouts with
+    these int64 keys; one of the two may be [], for all rows.
 
     53 bits each; int64 arithmetic wraps modulo 2^64, and masks make the shifts logical.
     """
-    state = keys_B + _signed((position + 1) * GAMMA % (1 << 64))
+    state = keys_B + (positions_B + 1) * GAMMA
     state = (state ^ _shift(state, 30)) * MIX_1
     state = (state ^ _shift(state, 27)) * MIX_2
     state = state ^ _shift(state, 31)

@@ -99,7 +99,7 @@ class Completion:
     cached_tokens: int  # prompt tokens that the server's prefix cache held
     # int16 [prompt and response tokens - 1, layers, experts of a token]; None: not requested
     routed_experts: NDArray[np.int16] | None = None
-    text: str = ""  # the whole response without its stop token; "" if it is not finished
+    text: str = ""  # the whole turn without its stop token; "" if it is not finished
 
     @property
     def has_tokens(self) -> bool:
@@ -108,14 +108,14 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Generation(Request[Completion]):
-    """A request for one response to a prompt, or for the rest of one."""
+    """A request for one turn after its context, or for the rest of one."""
 
     token_ids: Sequence[int] | NDArray[np.int32]
     sampling: Sampling
     vocab_size: int  # no id at or above it is sent or accepted
     padded_vocab_size: int = 0  # rows of the served model; ids from vocab_size on are not sampled
     routing: Routing | None = None  # ask for the experts that the server chose
-    num_sampled: int = 0  # how many of token_ids, at their end, begin the response
+    num_sampled: int = 0  # how many of token_ids, at their end, begin the turn
 
     @property
     def max_reply_bytes(self) -> int:

@@ -24,7 +24,6 @@ from stable_opd_mcore.parallel.world import World, gather_objects, start_world, 
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 from stable_opd_mcore.rollout.sglang.sglang_engine import SglangEngine
-from stable_opd_mcore.rollout.unfinished import is_finished
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.integration.sglang_tools import (
     PYTHON,
@@ -146,7 +145,7 @@ def await_tokens(engine: SglangEngine, step: int, version: int) -> None:
 
     def all_have() -> bool:
         time.sleep(0.3)
-        unfinished = [r for r in so_far(engine, step) if not is_finished(r)]
+        unfinished = [r for r in so_far(engine, step) if r.finish_reason == "abort"]
         newest = [rollout.segments[-1] for rollout in unfinished]
         have = all(last.num_tokens and last.weight_version == version for last in newest)
         return all(gather_objects(have))

@@ -8,13 +8,21 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
+from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import load_hf
-from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling, Segment
-from stable_opd_mcore.rollout.embedded import EmbeddedEngine, with_tokens
+from stable_opd_mcore.records import Prompt, Rollout, Sampling, Segment
 from stable_opd_mcore.scoring.megatron import MegatronScorer
-from tests.rollout.tiny import VOCAB, build_engine, decode, make_prompts, sample_in_pieces
+from tests.rollout.tiny import (
+    VOCAB,
+    TalkingEngine,
+    build_engine,
+    decode,
+    make_prompts,
+    sample_in_pieces,
+)
 from tests.shares import weights_of
 
 
@@ -128,19 +136,63 @@ def test_whole_responses_are_handed_out_only_to_their_step(tiny_path, world):
     assert engine.generate(prompts, sampling, step=4) == fresh.generate(prompts, sampling, step=4)
 
 
-def test_tokens_of_one_version_are_one_segment():
-    sampling = Sampling(max_new_tokens=3, stop_token_ids=(9,))
-    begun = Rollout(Prompt("a", "", (1, 2)), 0, (), (), "abort", 1)
-    longer = begun
-    for token, version in ((5, 2), (6, 2), (7, 3)):
-        longer = with_tokens(longer, np.array([token]), np.float32([-1]), sampling, version)
-    assert longer.token_ids.tolist() == [5, 6, 7]
-    assert longer.segments == (Segment(2, 2), Segment(1, 3))
-    assert (longer.weight_version, longer.finish_reason) == (2, "length")
-    stopped = with_tokens(begun, np.array([9, 5]), np.float32([-2, -3]), sampling, 4)
-    assert stopped.token_ids.tolist() == [9]
-    assert stopped.rollout_logprobs.tolist() == [-2]
-    assert (stopped.segments, stopped.finish_reason) == ((Segment(1, 4),), "stop")
+TALK = Sampling(0.8, max_new_tokens=9, num_samples=3, stop_token_ids=(4, 9), seed=2)
+
+
+@pytest.fixture(scope="module")
+def episodes(tiny_path, world) -> list[Rollout]:
+    return build_engine(tiny_path, world, TalkingEngine).generate(make_prompts(6), TALK, step=1)
+
+
+def test_every_turn_reads_its_context(episodes, transformer):
+    """The log-probabilities of all turns are those of a full forward of their samples."""
+    assert {turn.finish_reason for one in episodes for turn in one.turns} == {"stop", "length"}
+    assert {(len(one.turns), one.finish_reason) for one in episodes} == {(3, "stop")}
+    samples = rollout_samples(episodes)
+    assert len(samples) == 6 * (1 + 2 + 1)
+    for sample in samples:
+        with torch.no_grad():
+            logits = transformer(torch.tensor(sample.token_ids[None]).long()).logits[0].float()
+        logprobs = torch.log_softmax(logits[sample.places - 1] / TALK.temperature, 1)
+        sampled = torch.tensor(sample.token_ids[sample.places]).long()
+        expected = logprobs.gather(1, sampled[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(sample.rollout_logprobs), expected, atol=1e-5)
+
+
+def test_turns_do_not_depend_on_the_other_rows_or_on_pieces(episodes, tiny_path, world):
+    """Rows of a batch have contexts of different lengths and different numbers of tokens left."""
+    prompts, ahead = make_prompts(6), {"max_staleness": 2, "partial": True, "max_rows": 5}
+    cut = build_engine(tiny_path, world, TalkingEngine, **ahead)
+    pieces = sample_in_pieces(cut, prompts, TALK, step=1)
+    assert max(len(one.segments) for one in pieces) == 3
+    cut.publish(3)
+    cut.prefetch(prompts, TALK, step=1, weight_version=5)
+    cut.drop_ahead()
+    cut.publish(5)
+    again = cut.generate(prompts, TALK, step=1)
+    assert {one.segments[0].weight_version for one in again} == {5}
+    for one, expected in zip([*pieces, *again], [*episodes, *episodes], strict=True):
+        np.testing.assert_allclose(one.rollout_logprobs, expected.rollout_logprobs, atol=1e-5)
+        what = {"rollout_logprobs": expected.rollout_logprobs, "weight_version": 0}
+        assert replace(one, segments=expected.segments, **what) == expected
+
+
+def test_episodes_come_back_from_a_file(episodes, tmp_path):
+    write_rollouts(tmp_path / "x.jsonl", episodes)
+    assert read_rollouts(tmp_path / "x.jsonl") == episodes
+
+
+def test_a_greedy_turn_is_the_greedy_response_to_its_context(engine, tiny_path, world):
+    greedy = replace(TALK, temperature=0)
+    talking = build_engine(tiny_path, world, TalkingEngine)
+    for one in talking.generate(make_prompts(2), greedy, step=0):
+        for sample in rollout_samples([one]):
+            starts = sample.places[np.diff(sample.places, prepend=-1) > 1]
+            contexts = [tuple(sample.token_ids[:start].tolist()) for start in starts]
+            prompts = [Prompt(f"turn:{n}", "", context) for n, context in enumerate(contexts)]
+            responses = engine.generate(prompts, replace(greedy, num_samples=1), step=0)
+            alone = [token for response in responses for token in tokens_of(response)]
+            assert alone == sample.token_ids[sample.places].tolist()
 
 
 def test_rows_end_with_their_first_stop_token(engine):
@@ -176,25 +228,14 @@ def test_only_the_common_vocabulary_is_sampled(tiny_path, world):
 def test_the_trainer_agrees_with_the_rollouts(tiny_path, world, precision, largest, mean):
     chunks = build_model(read_architecture(tiny_path), world, precision=precision)
     load_hf(chunks, tiny_path)
-    engine = EmbeddedEngine(chunks, world, decode, vocab_size=VOCAB)
+    engine = TalkingEngine(chunks, world, decode, vocab_size=VOCAB)
     sampling = Sampling(0.8, max_new_tokens=25, num_samples=3, stop_token_ids=(4,))
-    rollouts = engine.generate(make_prompts(5), sampling, step=0)
-    samples = [
-        Sample.of_response("rollout", r.prompt.prompt_id, r.prompt.token_ids, r.token_ids)
-        for r in rollouts
-    ]
+    samples = rollout_samples(engine.generate(make_prompts(5), sampling, step=0))
     batches = pack(samples, weights_of(samples, 1, 1, 1), max_tokens=200)
     trainer = MegatronScorer(chunks, world, vocab_size=VOCAB, temperature=0.8)
     for batch, scores in zip(batches, trainer.score(batches), strict=True):
-        sampled = torch.tensor(
-            [
-                rollouts[sample].rollout_logprobs[token]
-                for sample, token in zip(
-                    batch.sample_index_N.tolist(), batch.token_index_N.tolist(), strict=True
-                )
-            ]
-        )
-        gap = (scores.logprob_N - sampled).abs()  # bf16: one unit of a logit of 8 is 0.06
+        # bf16: one unit of a logit of 8 is 0.06
+        gap = (scores.logprob_N - batch.rollout_logprob_N).abs()
         assert gap.max() < largest
         assert gap.mean() < mean
 

@@ -18,7 +18,9 @@ from tests.models.tiny import microbatch
 from tests.parallel.launch import run_ranks
 from tests.rollout.tiny import (
     VOCAB,
+    TalkingEngine,
     build_engine,
+    decode,
     make_prompts,
     sample_in_pieces,
     save_tiny,
@@ -53,6 +55,9 @@ def run_layouts(rank: int, world_size: int, model: Path, results: Path) -> None:
         ahead = replace(engine, max_staleness=2, partial=True)
         for rollout in sample_in_pieces(ahead, prompts, SAMPLINGS[0], step=2):
             rollouts["pieces", rollout.prompt.prompt_id, rollout.sample_index] = rollout
+        talking = TalkingEngine(engine.chunks, world, decode, vocab_size=VOCAB)
+        for rollout in talking.generate(prompts, SAMPLINGS[0], step=2):
+            rollouts["turns", rollout.prompt.prompt_id, rollout.sample_index] = rollout
         chunks = build_model(read_architecture(model), world, trainable=False)
         load_hf(chunks, model)
         teacher, alone = (
@@ -77,7 +82,8 @@ def test_rollouts_and_scores_do_not_depend_on_the_layout(tmp_path):
     }
     # The unsharded ranks of dp4 together hold every prompt: they are what the others must say.
     expected = ChainMap(*(rollouts for _, rollouts, _ in found["dp4"]))
-    assert len(expected) == 4 * 6
+    assert len(expected) == 4 * 8
+    assert max(len(rollout.turns) for rollout in expected.values()) == 3
     assert max(len(rollout.segments) for rollout in expected.values()) == 3
     assert {rollout.finish_reason for rollout in expected.values()} == {"stop", "length"}
     expected_scores = found["dp4"][0][2]

@@ -5,6 +5,8 @@ import torch
 
 from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
 
+FIRST = torch.tensor(0)  # position
+
 
 def keys(count: int, **coordinates) -> torch.Tensor:
     values = {"seed": 0, "step": 0, "prompt_id": "p"} | coordinates
@@ -14,14 +16,13 @@ def keys(count: int, **coordinates) -> torch.Tensor:
 def test_splitmix64_reference_outputs():
     # The generator's published first outputs for seed 1234567 (Vigna's splitmix64.c).
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    found = [uniforms(torch.tensor([1234567]), position).item() for position in range(3)]
-    assert found == [(value >> 11) * 2.0**-53 for value in expected]
+    found = uniforms(torch.tensor(1234567), torch.arange(3))
+    assert found.tolist() == [(value >> 11) * 2.0**-53 for value in expected]
 
 
 def test_uniform_over_rows_and_over_positions():
-    rows = uniforms(keys(20000), 7)
-    (key,) = keys(1).split(1)
-    noise = torch.cat([uniforms(key, t) for t in range(20001)])
+    rows = uniforms(keys(20000), torch.tensor(7))
+    noise = uniforms(keys(1), torch.arange(20001))
     positions, following = noise[:-1], noise[1:]
     for sample in (rows, positions):
         assert sample.min() >= 0
@@ -34,13 +35,14 @@ def test_uniform_over_rows_and_over_positions():
 
 @pytest.mark.parametrize("changed", [{"seed": 1}, {"step": 1}, {"prompt_id": "q"}])
 def test_every_coordinate_changes_the_noise(changed):
-    before, after = uniforms(keys(2000), 0), uniforms(keys(2000, **changed), 0)
+    before, after = uniforms(keys(2000), FIRST), uniforms(keys(2000, **changed), FIRST)
     assert abs(torch.corrcoef(torch.stack((before, after)))[0, 1]) < 0.08
-    assert uniforms(keys(2), 0)[0] != uniforms(keys(2), 0)[1]
+    first, second = uniforms(keys(2), FIRST)
+    assert first != second
 
 
 def sampled(logits: torch.Tensor, temperature=1.0, top_p=1.0, count=40000):
-    return sample_tokens(logits.expand(count, -1), temperature, top_p, uniforms(keys(count), 0))
+    return sample_tokens(logits.expand(count, -1), temperature, top_p, uniforms(keys(count), FIRST))
 
 
 def test_tokens_follow_the_softmax_at_the_temperature():

@@ -1,5 +1,6 @@
 """The tiny model of the rollout tests, and prompts for it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
+from stable_opd_mcore.rollout.episodes import Episode
 from tests.models import tiny
 
 VOCAB = 37  # odd: tensor parallelism pads it
@@ -28,11 +30,29 @@ def save_tiny(directory: Path) -> Path:
     return directory
 
 
-def build_engine(path: Path, world: World, **options) -> EmbeddedEngine:
+class TalkingEngine(EmbeddedEngine):
+    """Observations of one to four tokens follow the first two turns; in odd samples the second one
+    restarts."""
+
+    def _after_turns(self, episodes: Sequence[Episode]) -> list[Episode]:
+        return [each if each.is_open or each.is_ended else answered(each) for each in episodes]
+
+
+def answered(episode: Episode) -> Episode:
+    number, last = len(episode.turns), int(episode.token_ids[-1])
+    if number == 3:
+        return episode.ended("stop")
+    observed, restarts = (5, *range(last % 4)), number == 2 and episode.sample_index % 2 == 1
+    return episode.with_observation(observed, WINDOW, restarts=restarts)
+
+
+def build_engine(
+    path: Path, world: World, engine: type[EmbeddedEngine] = EmbeddedEngine, **options
+) -> EmbeddedEngine:
     chunks = build_model(read_architecture(path), world, trainable=True)
     load_hf(chunks, path)
     options = {"vocab_size": VOCAB} | options
-    return EmbeddedEngine(chunks, world, decode, **options)
+    return engine(chunks, world, decode, **options)
 
 
 def sample_in_pieces(engine: EmbeddedEngine, prompts, sampling, step: int) -> list[Rollout]:

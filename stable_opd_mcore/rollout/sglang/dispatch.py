@@ -1,9 +1,9 @@
 """One queue of requests to a fleet's servers: none of them lost or counted twice.
 
-Each response is a request. Lower steps are sent first; within a step the first responses to all
-prompts, then the second ones; among these in the order of submission. A request goes to the ready
-server that has the fewest responses in flight and may have one more; a server that has computed its
-prompt already is preferred a little.
+Each turn of a response is a request. Lower steps are sent first; within a step the first responses
+to all prompts, then the second ones; among these in the order of submission. A request goes to the
+ready server that has the fewest responses in flight and may have one more; a server that has
+computed its prompt already is preferred a little.
 
 `pause` ends what is in flight before weights change: it waits for the servers' last replies, or
 aborts their requests and keeps the tokens sampled so far. An aborted response continues after
@@ -12,7 +12,7 @@ An abort reaches only requests that have arrived at the server, so it is repeate
 are in. What becomes of a reply:
 
     reply                                        | what follows
-    tokens of allowed weights                    | they extend it; if unfinished, it is queued
+    tokens of allowed weights                    | they extend its turn; if unfinished, it is queued
     tokens of other weights                      | dropped; the response is queued
     failure of a member that has failed already  | the response is queued
     transient failure while paused               | the response is queued
@@ -34,9 +34,9 @@ from functools import partial
 from typing import NamedTuple
 
 from stable_opd_mcore.metrics import Mean, Metrics, Sum
+from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests
-from stable_opd_mcore.rollout.unfinished import is_finished
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import (
     ATTEMPTS,
@@ -85,8 +85,8 @@ class Dispatcher:
             for prompt in prompts:
                 prompt.number = self._num_submitted
                 self._num_submitted += 1
-                for sample, rollout in enumerate(prompt.rollouts):
-                    if not is_finished(rollout):
+                for sample, episode in enumerate(prompt.episodes):
+                    if episode.is_open:
                         self._enqueue(prompt, sample)
             self._send()
 
@@ -178,24 +178,35 @@ class Dispatcher:
         self._fleet.idle.count(member.name, change)
 
     def _take(self, sent: _Sent, piece: Completion) -> None:
-        """Extend the response by a reply, and queue what it still lacks."""
+        """Extend the episode by a reply."""
         prompt, sample = sent.prompt, sent.sample
         if not prompt.accept(sent.member, piece):
             self._enqueue(prompt, sample)
             return
         self._fleet.progress()
         sent.member.has_answered = True
-        is_first = piece.has_tokens and not len(prompt.rollouts[sample].token_ids)
-        rollout = prompt.extend(sample, piece)
-        if is_first:
-            share = Mean(piece.cached_tokens, len(prompt.request.token_ids))
+        before, episode = prompt.episodes[sample], prompt.extended(sample, piece)
+        if piece.has_tokens and not len(before.token_ids):
+            share = Mean(piece.cached_tokens, len(before.context))
             self._metrics = self._metrics | Metrics({"engine/prefix_cached_share": share})
-        if not is_finished(rollout):
-            self._enqueue(prompt, sample)
-            continued = Sum(len(rollout.token_ids) > 0)
+        if episode.is_open:
+            continued = Sum(len(episode.token_ids) > 0)
             self._metrics = self._metrics | Metrics({"engine/continued": continued})
+        self._continue(prompt, sample, episode)
+
+    def _continue(self, prompt: PromptRequests, sample: int, episode: Episode) -> None:
+        """Queue what a sample's turn lacks, or note that its episode has ended."""
+        prompt.episodes[sample] = episode
+        if episode.is_open:
+            self._enqueue(prompt, sample)
+        elif not episode.is_ended:
+            self._after_turn(prompt, sample, episode)
         elif prompt.ask is not None:
-            prompt.scores[sample] = prompt.ask(rollout.token_ids.tolist())
+            prompt.scores[sample] = prompt.ask(episode.token_ids.tolist())
+
+    def _after_turn(self, prompt: PromptRequests, sample: int, episode: Episode) -> None:
+        """Continue with an observation, or end: without an environment each turn is the last."""
+        self._continue(prompt, sample, episode.ended())
 
     def _report(self) -> None:
         """Write down what was sent again since the last report."""

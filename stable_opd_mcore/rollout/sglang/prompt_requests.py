@@ -1,4 +1,4 @@
-"""The requests for the responses to one prompt, while they are sampled. Nothing is sent here."""
+"""The requests for the episodes of one prompt, while they are sampled. Nothing is sent here."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.records import Rollout, SequenceScores
+from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.sglang.fleet import Member
-from stable_opd_mcore.rollout.unfinished import extended, is_finished
 from stable_opd_mcore.serving.requests import Completion, Generation, Routing
 
 Ask = Callable[[Sequence[int]], Future[SequenceScores]]  # gets a response's tokens
@@ -19,12 +17,13 @@ Ask = Callable[[Sequence[int]], Future[SequenceScores]]  # gets a response's tok
 
 @dataclass(eq=False)
 class PromptRequests:
-    """The responses to one prompt. Each is a request, and one more after each interruption."""
+    """The episodes of one prompt. Each turn is a request, and one more after each interruption."""
 
-    request: Generation  # asks for a response from its first token on
+    request: Generation  # its settings; context and budget are those of an episode
     accept: Callable[[Member, Completion], bool]  # whether tokens come from allowed weights
-    rollouts: list[Rollout]  # one a sample, as far as they are sampled
+    episodes: list[Episode]  # one a sample, as far as they are sampled
     step: int  # requests of a lower one are sent first
+    window: int  # the most tokens that the student reads
     ask: Ask | None = None  # asks a served teacher about a response; None: nobody scores it
     scores: dict[int, Future[SequenceScores]] = field(default_factory=dict)  # keys: ended samples
     number: int = 0  # the order of submission
@@ -32,7 +31,11 @@ class PromptRequests:
 
     @property
     def is_done(self) -> bool:
-        return all(map(is_finished, self.rollouts))
+        return all(episode.is_ended for episode in self.episodes)
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [episode.rollout() for episode in self.episodes]
 
     def queue_key(self, sample: int) -> tuple[int, int, int]:
         """The place in the queue of a sample's request; no two requests have the same."""
@@ -40,30 +43,28 @@ class PromptRequests:
 
     def next_request(self, sample: int) -> Generation:
         """What asks for the sample's next tokens."""
-        request, so_far = self.request, self.rollouts[sample].token_ids
-        if not len(so_far):
-            return request
-        left = request.sampling.max_new_tokens - len(so_far)
+        request, episode = self.request, self.episodes[sample]
+        left = episode.budget(request.sampling, self.window)
         return replace(
             request,
-            token_ids=np.concatenate([np.asarray(request.token_ids, np.int32), so_far]),
+            token_ids=episode.context,
             sampling=replace(request.sampling, max_new_tokens=left),
-            num_sampled=len(so_far),
+            num_sampled=episode.turns[-1].num_tokens,
         )
 
-    def extend(self, sample: int, piece: Completion) -> Rollout:
-        """Add a reply to a sample; tokens of several versions count as sampled by the oldest."""
-        if piece.has_tokens:
-            self.rollouts[sample] = extended(
-                self.rollouts[sample],
-                piece.token_ids,
-                piece.logprobs,
-                piece.finish_reason,
-                min(map(int, piece.weight_versions)),
-                routed_experts=piece.routed_experts,
-                text=piece.text,
-            )
-        return self.rollouts[sample]
+    def extended(self, sample: int, piece: Completion) -> Episode:
+        """The sample with a reply; tokens of several versions count as sampled by the oldest."""
+        episode = self.episodes[sample]
+        if not piece.has_tokens:
+            return episode
+        return episode.with_tokens(
+            piece.token_ids,
+            piece.logprobs,
+            piece.finish_reason,
+            min(map(int, piece.weight_versions)),
+            text=piece.text,
+            routed_experts=piece.routed_experts,
+        )
 
 
 def routing_of(architecture: Architecture) -> Routing | None:

@@ -39,12 +39,12 @@ from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, check_prompts
+from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
 from stable_opd_mcore.rollout.sglang.prompt_requests import Ask, PromptRequests, routing_of
 from stable_opd_mcore.rollout.sglang.publisher import Publisher
 from stable_opd_mcore.rollout.sglang.transports import Transport
-from stable_opd_mcore.rollout.unfinished import not_begun
 from stable_opd_mcore.serving.requests import Completion, Generation
 from stable_opd_mcore.serving.teacher import ServedTeacher
 
@@ -127,12 +127,14 @@ class SglangEngine(RolloutEngine):
         if not self._is_leader:
             return []
         accept, rows = self._accept(oldest), self._architecture.vocab_size
+        samples, version = range(sampling.num_samples), self.weight_version
         requests = [
             PromptRequests(
                 Generation(prompt.token_ids, sampling, self.vocab_size, rows, self._routing),
                 accept,
-                [not_begun(prompt, i, self.weight_version) for i in range(sampling.num_samples)],
+                [Episode.begin(prompt, sample, version) for sample in samples],
                 step,
+                self._architecture.max_positions,
                 ask=self._teacher_asked_about(prompt, step) if sampling.scored else None,
             )
             for prompt in prompts
@@ -151,7 +153,7 @@ class SglangEngine(RolloutEngine):
     ) -> list[Rollout]:
         """The rollouts with their scores; some lack them if the teacher is lost."""
         assert self.teacher is not None
-        replies = [each.scores[i] for each in requests for i in range(len(each.rollouts))]
+        replies = [each.scores[i] for each in requests for i in range(len(each.episodes))]
         pairs = zip(rollouts, self.teacher.wait(replies), strict=True)
         return [replace(rollout, teacher_scores=scores) for rollout, scores in pairs]
 

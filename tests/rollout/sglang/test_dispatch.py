@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.metrics import Sum
 from stable_opd_mcore.records import Prompt, Sampling, Segment, SequenceScores
+from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.sglang import dispatch
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests
-from stable_opd_mcore.rollout.unfinished import not_begun
 from stable_opd_mcore.serving.client import ServerFailure
 from stable_opd_mcore.serving.requests import Call, Completion, Generation
 from tests.rollout.sglang.test_fleet import fleet_of
@@ -36,6 +37,7 @@ RESPONSE = {
         "cached_tokens": 0,
     },
 }
+WINDOW = 32
 
 
 @dataclass(eq=False)
@@ -122,13 +124,16 @@ def prompts_of(
     accept: Callable[[Member, Completion], bool] = lambda *_: True,
     step: int = 0,
 ) -> list[PromptRequests]:
-    prompt = Prompt("a:0", "", (1, 2))
     return [
         PromptRequests(
             request,
             accept,
-            [not_begun(prompt, sample, 0) for sample in range(request.sampling.num_samples)],
+            [
+                Episode.begin(Prompt("a:0", "", tuple(request.token_ids)), sample, 0)
+                for sample in range(request.sampling.num_samples)
+            ],
             step,
+            WINDOW,
         )
         for request in requests
     ]
@@ -164,6 +169,58 @@ def test_aborted_responses_go_on_from_their_tokens_over_two_publishes(tmp_path):
     asked = [(r.num_sampled, r.sampling.max_new_tokens) for r in client.requests]
     assert asked == [(0, 8), (0, 8), (3, 5), (3, 5), (6, 2), (6, 2)]
     assert dispatcher.take_metrics()["engine/continued"] == Sum(4)
+    dispatcher.close()
+
+
+class TalkingDispatcher(Dispatcher):
+    """An observation begins a second turn, and another one a third in a context of its own."""
+
+    def _after_turn(self, prompt: PromptRequests, sample: int, episode: Episode) -> None:
+        number = len(episode.turns)
+        if number == 3:
+            episode = episode.ended("stop")
+        else:
+            episode = episode.with_observation((8,) * number, WINDOW, restarts=number == 2)
+        self._continue(prompt, sample, episode)
+
+
+def test_every_request_asks_for_the_next_token_of_a_sample(tmp_path):
+    """Over turns, aborts and publishes; every turn has a budget of its own."""
+    client = AbortableServer()
+    dispatcher = TalkingDispatcher(fleet_over(tmp_path, client))
+    (prompt,) = prompts_of([request(max_new_tokens=5, num_samples=2)])
+    dispatcher.submit([prompt])
+    for version in range(1, 6):
+        client.await_requests(2 * version)
+        dispatcher.pause(abort=True)
+        client.version = version
+        dispatcher.resume()
+    client.await_requests(12)
+    client.end()
+    dispatcher.wait([prompt])
+    asked = [
+        (tuple(r.token_ids), r.num_sampled, r.sampling.max_new_tokens) for r in client.requests
+    ]
+    for rollout in prompt.rollouts:
+        first, second = rollout_samples([rollout])
+        turns = [first.token_ids[:2], first.token_ids[:8], second.token_ids[:2]]
+        assert first.token_ids.tolist() == [1, 2, *range(2, 7), 8, *range(8, 13)]
+        assert second.token_ids.tolist() == [8, 8, *range(2, 7)]
+        assert [first.places.tolist(), second.places.tolist()] == [
+            [*range(2, 7), *range(8, 13)],
+            [*range(2, 7)],
+        ]
+        assert asked[rollout.sample_index :: 2] == [
+            (tuple(whole.token_ids[: len(before) + sampled].tolist()), sampled, 5 - sampled)
+            for before, whole in zip(turns, (first, first, second), strict=True)
+            for sampled in (0, 3)
+        ]
+        assert [(turn.num_tokens, turn.finish_reason) for turn in rollout.turns] == [
+            (5, "length")
+        ] * 3
+        assert [one.num_tokens for one in rollout.segments] == [3, 2, 3, 2, 3, 2]
+        assert [one.weight_version for one in rollout.segments] == [*range(6)]
+        assert rollout.finish_reason == "stop"
     dispatcher.close()
 
 

@@ -1,0 +1,132 @@
+"""An episode while it is sampled: what the student said so far, and what it observed.
+
+    episode = Episode.begin(prompt, sample_index, weight_version)
+    while episode.is_open:                        # its turn lacks tokens
+        episode = episode.with_tokens(...)        # at most episode.budget(sampling, window)
+    episode = episode.with_observation(...)       # another turn begins ...
+    rollout = episode.ended().rollout()           # ... or none does
+
+Engines do not change an episode; each method returns another one. Without an environment the first
+turn is the whole episode. Tokens that the student sampled are never decoded and encoded again: the
+context of a turn is that of the turn before with its tokens, unless an observation restarts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stable_opd_mcore.records import FinishReason, Prompt, Rollout, Sampling, Segment, Turn
+
+
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """The fields of a `Rollout` as far as they are known, and the context of the next token."""
+
+    prompt: Prompt
+    sample_index: int
+    context: NDArray[np.int32]  # all token ids that the student reads before its next token
+    token_ids: NDArray[np.int32]  # the sampled ones
+    logprobs: NDArray[np.float32]
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...] = (Turn(0, "abort"),)
+    routed_experts: tuple[NDArray[np.int16], ...] = ()  # of each context; see Rollout
+    text: str = ""
+    finish_reason: FinishReason = "abort"  # until it has ended
+
+    @staticmethod
+    def begin(prompt: Prompt, sample_index: int, weight_version: int) -> Episode:
+        context, no_tokens = np.array(prompt.token_ids, np.int32), np.empty(0, np.int32)
+        segments = (Segment(0, weight_version),)
+        return Episode(prompt, sample_index, context, no_tokens, np.empty(0, np.float32), segments)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its last turn may get more tokens."""
+        return not self.is_ended and self.turns[-1].finish_reason == "abort"
+
+    @property
+    def is_ended(self) -> bool:
+        return self.finish_reason != "abort"
+
+    def budget(self, sampling: Sampling, window: int) -> int:
+        """How many tokens its last turn may still get, by the limit of a turn and the window."""
+        left = sampling.max_new_tokens - self.turns[-1].num_tokens
+        return min(left, window - len(self.context))
+
+    def with_tokens(
+        self,
+        token_ids_L: NDArray[np.int32],
+        logprobs_L: NDArray[np.float32],
+        finish_reason: FinishReason,
+        weight_version: int,
+        *,
+        text: str = "",
+        routed_experts: NDArray[np.int16] | None = None,
+    ) -> Episode:
+        """With L more tokens in its last turn, which ends unless the finish reason is "abort".
+
+        text: the turn's; routed_experts: those of the whole context.
+        """
+        assert self.is_open
+        *turns, turn = self.turns
+        turn = replace(
+            turn, num_tokens=turn.num_tokens + len(token_ids_L), finish_reason=finish_reason
+        )
+        *segments, last = self.segments
+        if last.num_tokens and last.weight_version != weight_version:
+            segments, last = [*segments, last], Segment(0, weight_version)
+        segments.append(Segment(last.num_tokens + len(token_ids_L), weight_version))
+        routed = self.routed_experts
+        if routed_experts is not None:
+            num_contexts_before = sum(turn.restarts for turn in self.turns[1:])
+            routed = (*routed[:num_contexts_before], routed_experts)
+        return replace(
+            self,
+            context=np.concatenate([self.context, token_ids_L]),
+            token_ids=np.concatenate([self.token_ids, token_ids_L]),
+            logprobs=np.concatenate([self.logprobs, logprobs_L]),
+            segments=tuple(segments),
+            turns=(*turns, turn),
+            routed_experts=routed,
+            text=text,
+        )
+
+    def with_observation(
+        self, token_ids: Sequence[int], window: int, *, restarts: bool = False
+    ) -> Episode:
+        """With another turn, before which the student reads `token_ids`, with `restarts` only them.
+
+        The episode ends instead if the window has no room for a token after them.
+        """
+        turns = self.turns
+        if self.is_open:
+            assert turns == (Turn(0, "abort"),), "only the first observation comes before a turn"
+            turns = ()
+        observed = np.array(token_ids, np.int32)
+        context = observed if restarts else np.concatenate([self.context, observed])
+        if len(context) >= window:
+            return self.ended("length")
+        turn = Turn(0, "abort", tuple(observed.tolist()), restarts)
+        return replace(self, context=context, turns=(*turns, turn), text="")
+
+    def ended(self, finish_reason: FinishReason | None = None) -> Episode:
+        """Ended with its last turn, by default for the reason for which that turn ended."""
+        return replace(self, finish_reason=finish_reason or self.turns[-1].finish_reason)
+
+    def rollout(self) -> Rollout:
+        return Rollout(
+            self.prompt,
+            self.sample_index,
+            self.token_ids,
+            self.logprobs,
+            self.finish_reason,
+            self.segments[0].weight_version,
+            self.text,
+            routed_experts=np.concatenate(self.routed_experts) if self.routed_experts else None,
+            segments=self.segments,
+            turns=self.turns,
+        )

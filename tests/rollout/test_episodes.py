@@ -1,0 +1,92 @@
+"""Episodes token by token: their turns, contexts, budgets and versions."""
+
+import numpy as np
+import pytest
+
+from stable_opd_mcore.data.samples import rollout_samples
+from stable_opd_mcore.records import Prompt, Sampling, Segment, Turn
+from stable_opd_mcore.rollout.episodes import Episode
+
+BEGUN = Episode.begin(Prompt("a", "", (1, 2)), 3, 1)
+SAMPLING = Sampling(max_new_tokens=4)
+WINDOW = 12
+
+
+def drawn(episode: Episode, *ids: int, reason="stop", version=2, routed=True) -> Episode:
+    """The experts of the whole context, each the token that it read, as an engine reports them."""
+    experts = np.append(episode.context, ids)[:-1, None, None].astype(np.int16)
+    logprobs, tokens = np.full(len(ids), -0.5, np.float32), np.array(ids, np.int32)
+    text = f"{reason} {ids}"
+    experts = experts if routed else None
+    return episode.with_tokens(tokens, logprobs, reason, version, text=text, routed_experts=experts)
+
+
+def test_without_an_observation_the_first_turn_is_the_episode():
+    assert BEGUN.rollout().finish_reason == "abort"
+    longer = BEGUN
+    for token, version in ((5, 2), (6, 2), (7, 3)):
+        assert longer.is_open
+        assert not longer.is_ended
+        longer = drawn(longer, token, reason="length" if token == 7 else "abort", version=version)
+    assert not longer.is_open
+    assert not longer.is_ended
+    rollout = longer.ended().rollout()
+    assert longer.ended().is_ended
+    assert rollout.token_ids.tolist() == [5, 6, 7]
+    assert rollout.rollout_logprobs.tolist() == [-0.5] * 3
+    assert rollout.segments == (Segment(2, 2), Segment(1, 3))
+    assert (rollout.weight_version, rollout.finish_reason) == (2, "length")
+    assert rollout.routed_experts is not None
+    assert rollout.routed_experts.ravel().tolist() == [1, 2, 5, 6]
+    assert (rollout.text, rollout.sample_index) == ("length (7,)", 3)
+    assert rollout.has_one_turn
+    assert BEGUN.token_ids.tolist() == []
+
+
+def test_an_observation_continues_the_context_or_restarts_it():
+    episode = drawn(drawn(BEGUN, 5, reason="abort"), 9).with_observation((6, 6), WINDOW)
+    assert episode.context.tolist() == [1, 2, 5, 9, 6, 6]
+    assert episode.text == ""
+    episode = drawn(episode, 7, 9, version=3).with_observation((8, 8), WINDOW, restarts=True)
+    assert episode.context.tolist() == [8, 8]
+    episode = drawn(drawn(episode, 4, reason="abort", version=3), 4, reason="length", version=4)
+    rollout = episode.ended("stop").rollout()
+    assert rollout.turns == (
+        Turn(2, "stop"),
+        Turn(2, "stop", (6, 6)),
+        Turn(2, "length", (8, 8), restarts=True),
+    )
+    assert rollout.token_ids.tolist() == [5, 9, 7, 9, 4, 4]
+    assert rollout.segments == (Segment(2, 2), Segment(3, 3), Segment(1, 4))
+    assert (rollout.finish_reason, rollout.text) == ("stop", "length (4,)")
+    for sample in rollout_samples([rollout]):
+        assert sample.routed_experts is not None
+        assert sample.routed_experts.ravel().tolist() == sample.token_ids[:-1].tolist()
+
+
+def test_an_environment_may_observe_first():
+    episode = BEGUN.with_observation((6, 7, 8), WINDOW, restarts=True)
+    assert episode.is_open
+    (sample,) = rollout_samples([drawn(episode, 5).ended().rollout()])
+    assert sample.token_ids.tolist() == [6, 7, 8, 5]
+    assert (sample.num_prompt_tokens, sample.places.tolist()) == (3, [3])
+
+
+@pytest.mark.parametrize(("observed", "budget"), [(1, 4), (3, 4), (4, 3), (6, 1)])
+def test_a_turn_gets_its_limit_or_what_the_window_has_left(observed, budget):
+    assert BEGUN.budget(SAMPLING, WINDOW) == 4
+    first = drawn(BEGUN, 5, 5, reason="abort")
+    assert first.budget(SAMPLING, WINDOW) == 2
+    second = drawn(first, 9).with_observation((6,) * observed, WINDOW)
+    assert second.budget(SAMPLING, WINDOW) == budget
+    if budget > 1:
+        longer = drawn(second, 5, reason="abort")
+        assert longer.budget(SAMPLING, WINDOW) == budget - 1
+
+
+def test_an_observation_that_leaves_no_room_ends_the_episode_before_it():
+    said = drawn(BEGUN, 5, 5, 9)
+    for restarts, count in ((False, 7), (True, 12)):
+        assert said.with_observation((6,) * (count - 1), WINDOW, restarts=restarts).is_open
+        rollout = said.with_observation((6,) * count, WINDOW, restarts=restarts).rollout()
+        assert (rollout.finish_reason, rollout.turns) == ("length", (Turn(3, "stop"),))
