@@ -16,6 +16,7 @@ import torch.distributed as dist
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.token_files import VALUES, Numbers, TokenText, write_tokens
+from stable_opd_mcore.losses.token_weights import by_episode
 from stable_opd_mcore.parallel.transfers import OnHost
 from stable_opd_mcore.parallel.world import World, gather_on_first_rank
 from stable_opd_mcore.records import LossOutput, MicroBatch, Rollout
@@ -40,7 +41,12 @@ class TokenRecorder:
 
     def __init__(self, config: Config, facts: SampleFacts):
         count = 0 if config.rollout.save == "none" else NUM_ROLLOUTS
-        self._kept = facts.select(~facts.golden_B).select(np.s_[:count])
+        samples = facts.select(~facts.golden_B)
+        rollouts, self._rollout_B = by_episode(samples)
+        self._kept = rollouts.select(np.s_[:count])
+        lengths = (samples.sampled_tokens_B, rollouts.sampled_tokens_B)
+        starts_B, starts = (np.cumsum(counts) - counts for counts in lengths)
+        self._first_token_B = starts_B - starts[self._rollout_B]  # of the sample in its rollout
         self._rows: list[tuple[Minibatch, OnHost]] = []  # one per micro-batch
 
     def record(
@@ -67,7 +73,7 @@ class TokenRecorder:
         own_rows = self._own_rows() if world.tensor_rank == 0 else []
         here = self._kept.holder_B == world.data_rank
         own = [] if dist.get_rank(world.model_group) else np.flatnonzero(here).tolist()
-        own_rollouts = {place: rollouts[self._kept.index_B[place]] for place in own}
+        own_rollouts = dict(zip(own, rollouts, strict=False))  # its first ones
         everywhere = gather_on_first_rank((own_rows, own_rollouts))
         if world.rank != 0:
             return []
@@ -91,7 +97,11 @@ class TokenRecorder:
         kept: list[np.ndarray] = []
         for minibatch, copied in self._rows:
             rows = copied.values().numpy()
-            rows[0] = minibatch.places[rows[0].astype(np.int64)]
+            places = minibatch.places[rows[0].astype(np.int64)]
+            is_of_rollout = places < len(self._rollout_B)  # they stand first
+            rows, places = rows[:, is_of_rollout], places[is_of_rollout]
+            rows[0] = self._rollout_B[places]
+            rows[1] += self._first_token_B[places]
             kept.append(rows[:, rows[0] < len(self._kept)])
         return kept
 

@@ -1,5 +1,6 @@
 """Token values of known minibatches: each token gets its own, in order, of the kept rollouts."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,22 @@ def test_each_token_of_the_first_rollouts_has_its_value(world, monkeypatch):
             "kl_teacher": [2.0, None, 4.0],
         },
         {"advantage": [0.25, 0.5], "teacher_logprob": [-0.25, -0.5], "kl_teacher": [1.25, 1.5]},
+    ]
+
+
+def test_a_rollout_has_the_values_of_all_its_samples(world, monkeypatch):
+    """Rollouts of three, two and one sample; those of a rollout follow each other."""
+    monkeypatch.setattr(token_values, "NUM_ROLLOUTS", 2)
+    facts = facts_of([sample(2), sample(1), sample(2), sample(1), sample(2), sample(3)])
+    values = TokenRecorder(config(), replace(facts, episode_B=np.array([1, 1, 1, 2, 2, 3])))
+    rows = [(4, 1, 6.0), (2, 1, 5.0), (0, 0, 1.0), (1, 0, 3.0), (5, 2, 9.0), (3, 0, 7.0)]
+    values.record(minibatch(*range(6)), *results_of(rows))
+    rollouts = [rollout(5), rollout(3), rollout(3)]
+    found = values.gather(world, rollouts)
+    assert [each.rollout for each in found] == rollouts[:2]
+    assert [each.values["advantage"] for each in found] == [
+        [1.0, None, 3.0, None, 5.0],
+        [7.0, None, 6.0],
     ]
 
 
