@@ -134,6 +134,16 @@ class SequenceScores(_WithArrays):
     top_logprobs_LK: NDArray[np.float16]
     extra_logprobs_LE: NDArray[np.float32]  # E ids that are looked up at every token
 
+    @staticmethod
+    def join(parts: Sequence[SequenceScores]) -> SequenceScores:
+        """The scores of all parts, one after the other."""
+        return SequenceScores(
+            **{
+                name: np.concatenate([vars(part)[name] for part in parts])
+                for name in vars(parts[0])
+            }
+        )
+
     def select(self, index: NDArray[Any] | slice) -> SequenceScores:
         """The scores of the tokens at `index`."""
         return SequenceScores(**{name: values[index] for name, values in vars(self).items()})

@@ -41,12 +41,23 @@ def rollout_samples(
 ) -> list[Sample]:
     """One sample per context of each rollout; `max_new_tokens` says how long a loop must be."""
     least = min_loop_tokens(max_new_tokens)
-    return [sample for rollout in rollouts for sample in _samples_of(rollout, masks, least)]
+    return [
+        sample
+        for rollout in rollouts
+        for sample in context_samples(rollout, *_marks(rollout, masks, least))
+    ]
 
 
-def _samples_of(rollout: Rollout, masks: TokenMasksConfig, least: int) -> Iterator[Sample]:
+def context_samples(
+    rollout: Rollout,
+    trained: NDArray[np.bool_] | None = None,
+    repetitive: NDArray[np.bool_] | None = None,
+) -> Iterator[Sample]:
+    """One sample per context. The marks [L] are of the rollout's tokens; None: all, and none."""
     prompt, experts, scores = rollout.prompt, rollout.routed_experts, rollout.teacher_scores
-    repetitive, trained = _marks(rollout, masks, least)
+    count = len(rollout.token_ids)
+    trained = np.ones(count, np.bool_) if trained is None else trained
+    repetitive = np.zeros(count, np.bool_) if repetitive is None else repetitive
     first, first_routed = 0, 0
     for turns in _contexts(rollout.turns):
         beginning = () if turns[0].restarts else prompt.token_ids
@@ -114,7 +125,7 @@ def _teacher_tokens(prompt: Prompt) -> NDArray[np.int32] | None:
 def _marks(
     rollout: Rollout, masks: TokenMasksConfig, least: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """[L] each: whether a token is in the loop that its turn ends with, and whether it is trained.
+    """[L] each: whether a token is trained, and whether it is in the loop that its turn ends with.
 
     A loop has at least `least` tokens. The masks look at each turn on its own, except
     `truncated_rollouts`, which looks at the episode.
@@ -133,4 +144,4 @@ def _marks(
         trained &= ~repetitive
     if masks.truncated_rollouts and rollout.finish_reason != "stop":
         trained[:] = False
-    return repetitive, trained
+    return trained, repetitive

@@ -1,7 +1,7 @@
 """A teacher on SGLang servers, of any architecture that SGLang supports. It is asked about one
-response at a time, while others are still sampled.
+sample at a time, while other responses are still sampled.
 
-    reply = teacher.ask("math:7", prompt_ids, response_ids, step)  # any thread may ask
+    reply = teacher.ask(sample, step)  # any thread may ask
     (scores,) = teacher.wait([reply])
 
 Scores are of the softmax at temperature 1 (SGLang scores prompts at no other), so rollouts must be
@@ -18,7 +18,7 @@ A request waits while _MAX_IN_FLIGHT others are in flight. What its reply does:
 
 A lost teacher answers nothing more: `wait` returns None, the futures raise TeacherLost.
 
-Letters: L tokens of a response, K entries of a top-K list.
+Letters: L tokens that are scored, K entries of a top-K list.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.records import SequenceScores
+from stable_opd_mcore.records import Sample, SequenceScores
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import (
@@ -55,7 +55,6 @@ _MAX_IN_FLIGHT = 64  # a rank's requests: the time-out counts while a request wa
 _SELF_TEST_TOP_K = 8
 _SELF_TEST_TOLERANCE = 1e-3  # log-probabilities, and probability outside the vocabulary
 _ANY = ""  # the only route of a teacher for all sources
-TokenIds = Sequence[int] | NDArray[np.int32]
 _log = logging.getLogger(__name__)
 
 
@@ -78,6 +77,7 @@ class _Asked:
     route: str
     clients: Sequence[SglangClient]  # tried in this order
     request: Scoring
+    selected: NDArray[np.int32] | None = None  # which of the scores are the answer; None: all
     failures: int = 0
     reply: Future[SequenceScores] = field(default_factory=Future)
 
@@ -132,19 +132,23 @@ class ServedTeacher:
         self._answered: defaultdict[str, float] = defaultdict(float)  # the same, by route
         self._failing: set[str] = set()  # addresses of the replicas that the log has reported
 
-    def ask(
-        self, prompt_id: str, prompt_ids: TokenIds, response_ids: TokenIds, step: int
-    ) -> Future[SequenceScores]:
-        """Begin to score a response's tokens, and do not wait. From any thread.
+    def ask(self, sample: Sample, step: int) -> Future[SequenceScores]:
+        """Begin to score the sampled tokens of a sample, and do not wait. From any thread.
 
-        prompt_id: its source selects the teacher; prompt_ids: the prompt as the teacher reads it.
+        The teacher of its prompt's source reads the whole sequence, after the teacher's prompt if
+        it has one.
         """
-        source = prompt_id.rpartition(":")[0]
+        source = sample.prompt_id.rpartition(":")[0]
         route = _ANY if _ANY in self._clients else self.route_of.get(source, source)
-        sequence = np.concatenate([prompt_ids, response_ids]).astype(np.int32)
-        wanted, start, size = self.wanted(step), len(prompt_ids), self.vocab_size
-        request = Scoring(sequence, start, size, wanted.top_k, wanted.extra_ids)
-        return self._submit(route, self._clients[route], request)
+        sequence, start = sample.token_ids, sample.num_prompt_tokens
+        selected = sample.places - start
+        if sample.teacher_prompt_token_ids is not None:
+            sequence = np.concatenate([sample.teacher_prompt_token_ids, sequence[start:]])
+            start = len(sample.teacher_prompt_token_ids)
+        start = min(start, len(sequence) - 1)  # a request without a token to score is refused
+        wanted = self.wanted(step)
+        request = Scoring(sequence, start, self.vocab_size, wanted.top_k, wanted.extra_ids)
+        return self._submit(route, self._clients[route], request, selected)
 
     def wait(self, replies: Sequence[Future[SequenceScores]]) -> list[SequenceScores | None]:
         """The scores, when all are there; when the teacher is lost meanwhile, some are None."""
@@ -209,10 +213,14 @@ class ServedTeacher:
     # ---- sending, in any thread
 
     def _submit(
-        self, route: str, clients: Sequence[SglangClient], request: Scoring
+        self,
+        route: str,
+        clients: Sequence[SglangClient],
+        request: Scoring,
+        selected: NDArray[np.int32] | None = None,
     ) -> Future[SequenceScores]:
         first = next(self._turn) % len(clients)
-        asked = _Asked(route, [*clients[first:], *clients[:first]], request)
+        asked = _Asked(route, [*clients[first:], *clients[:first]], request, selected)
         with self._lock:
             self._waiting.append(asked)
             self._send_next()
@@ -256,7 +264,8 @@ class ServedTeacher:
                 self._answered[asked.route] = time.monotonic()
                 self._failing.discard(client.url)
                 self.progress()
-                asked.reply.set_result(scores)
+                selected = asked.selected
+                asked.reply.set_result(scores if selected is None else scores.select(selected))
             except BaseException as error:  # raised again by `wait`
                 asked.reply.set_exception(error)
             self._num_in_flight -= 1

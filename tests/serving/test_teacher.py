@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from stable_opd_mcore.config.schema import TeacherConfig
+from stable_opd_mcore.records import Sample
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.process import free_port
 from stable_opd_mcore.serving.teacher import ServedTeacher, TeacherLost, Wanted
@@ -29,14 +30,18 @@ def served_by(*urls: str, **options: Any) -> ServedTeacher:
 
 
 def ask(teacher: ServedTeacher, number: int = 1, source: str = "s") -> list[Any]:
-    return [teacher.ask(f"{source}:{i}", PROMPT, RESPONSE, step=0) for i in range(number)]
+    return [teacher.ask(sample(f"{source}:{i}"), step=0) for i in range(number)]
+
+
+def sample(prompt_id: str) -> Sample:
+    return Sample.of_response("rollout", prompt_id, PROMPT, RESPONSE)
 
 
 def test_a_request_says_what_the_step_needs_and_comes_back_in_half_precision():
     wanted = {0: Wanted(3, (9, 2)), 1: Wanted()}
     with fake_teacher() as (url, asked):
         teacher = served_by(url, wanted=wanted.__getitem__)
-        replies = [teacher.ask("s:0", PROMPT, RESPONSE, step) for step in (0, 1)]
+        replies = [teacher.ask(sample("s:0"), step) for step in (0, 1)]
         first, second = teacher.wait(replies)
     assert asked == [(*PROMPT, *RESPONSE)] * 2
     assert first is not None

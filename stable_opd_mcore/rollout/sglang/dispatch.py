@@ -202,7 +202,7 @@ class Dispatcher:
         elif not episode.is_ended:
             self._after_turn(prompt, sample, episode)
         elif prompt.ask is not None:
-            prompt.scores[sample] = prompt.ask(episode.token_ids.tolist())
+            prompt.scores[sample] = prompt.ask(episode.rollout())
 
     def _after_turn(self, prompt: PromptRequests, sample: int, episode: Episode) -> None:
         """Continue with an observation, or end: without an environment each turn is the last."""

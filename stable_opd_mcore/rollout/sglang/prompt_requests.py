@@ -12,7 +12,7 @@ from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.sglang.fleet import Member
 from stable_opd_mcore.serving.requests import Completion, Generation, Routing
 
-Ask = Callable[[Sequence[int]], Future[SequenceScores]]  # gets a response's tokens
+Ask = Callable[[Rollout], Sequence[Future[SequenceScores]]]  # one for each context
 
 
 @dataclass(eq=False)
@@ -24,8 +24,9 @@ class PromptRequests:
     episodes: list[Episode]  # one a sample, as far as they are sampled
     step: int  # requests of a lower one are sent first
     window: int  # the most tokens that the student reads
-    ask: Ask | None = None  # asks a served teacher about a response; None: nobody scores it
-    scores: dict[int, Future[SequenceScores]] = field(default_factory=dict)  # keys: ended samples
+    ask: Ask | None = None  # asks a served teacher about an episode; None: nobody scores it
+    # of the samples whose episodes have ended
+    scores: dict[int, Sequence[Future[SequenceScores]]] = field(default_factory=dict)
     number: int = 0  # the order of submission
     member: Member | None = None  # the first one that computed the prompt
 

@@ -26,6 +26,7 @@ share with other leaders. Ordering:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,16 +34,17 @@ from functools import partial
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.samples import context_samples
 from stable_opd_mcore.metrics import Max, Metrics, Sum
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
-from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sampling, SequenceScores
 from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, check_prompts
 from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
-from stable_opd_mcore.rollout.sglang.prompt_requests import Ask, PromptRequests, routing_of
+from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests, routing_of
 from stable_opd_mcore.rollout.sglang.publisher import Publisher
 from stable_opd_mcore.rollout.sglang.transports import Transport
 from stable_opd_mcore.serving.requests import Completion, Generation
@@ -135,26 +137,26 @@ class SglangEngine(RolloutEngine):
                 [Episode.begin(prompt, sample, version) for sample in samples],
                 step,
                 self._architecture.max_positions,
-                ask=self._teacher_asked_about(prompt, step) if sampling.scored else None,
+                ask=partial(self._ask_teacher, step) if sampling.scored else None,
             )
             for prompt in prompts
         ]
         self._dispatcher.submit(requests)
         return requests
 
-    def _teacher_asked_about(self, prompt: Prompt, step: int) -> Ask:
+    def _ask_teacher(self, step: int, rollout: Rollout) -> list[Future[SequenceScores]]:
         assert self.teacher is not None, "sampling.scored without a served teacher"
-        own = prompt.teacher_token_ids
-        as_read = prompt.token_ids if own is None else own
-        return partial(self.teacher.ask, prompt.prompt_id, as_read, step=step)
+        return [self.teacher.ask(sample, step) for sample in context_samples(rollout)]
 
     def _with_scores(
         self, requests: Sequence[PromptRequests], rollouts: Sequence[Rollout]
     ) -> list[Rollout]:
         """The rollouts with their scores; some lack them if the teacher is lost."""
         assert self.teacher is not None
-        replies = [each.scores[i] for each in requests for i in range(len(each.episodes))]
-        pairs = zip(rollouts, self.teacher.wait(replies), strict=True)
+        asked = [each.scores[i] for each in requests for i in range(len(each.episodes))]
+        found = iter(self.teacher.wait([reply for replies in asked for reply in replies]))
+        parts = [[next(found) for _ in replies] for replies in asked]
+        pairs = zip(rollouts, map(_joined, parts), strict=True)
         return [replace(rollout, teacher_scores=scores) for rollout, scores in pairs]
 
     def _finish(self, requests: Sequence[PromptRequests]) -> None:
@@ -257,3 +259,9 @@ class SglangEngine(RolloutEngine):
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
             raise EngineLost(f"{self._lost}; {_SEE_LOGS}")
+
+
+def _joined(parts: Sequence[SequenceScores | None]) -> SequenceScores | None:
+    """The scores of all contexts of an episode; None if one is missing."""
+    given = [part for part in parts if part is not None]
+    return SequenceScores.join(given) if len(given) == len(parts) else None

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 from stable_opd_mcore.records import Sample
@@ -34,21 +32,13 @@ def begin_scoring(run: Run, samples: list[Sample], step: int) -> Callable[[], li
         return lambda: samples
     asks = dist.get_rank(run.world.model_group) == 0
     places = [i for i, one in enumerate(samples) if one.is_scored and one.teacher_scores is None]
-    asked = [samples[place] for place in places if asks]
-    replies = [
-        teacher.ask(one.prompt_id, _prompt(one), one.token_ids[one.num_prompt_tokens :], step)
-        for one in asked
-    ]
+    replies = [teacher.ask(samples[place], step) for place in places if asks]
 
     def scored() -> list[Sample]:
         found = teacher.wait(replies)
         for reason in gather_objects(teacher.lost):
             if reason is not None:
                 raise TeacherLost(reason)
-        found = [
-            scores and scores.select(one.places - one.num_prompt_tokens)
-            for one, scores in zip(asked, found, strict=True)
-        ]
         found = broadcast_object(found, run.world.model_group)
         whole = list(samples)
         for place, scores in zip(places, found, strict=True):
@@ -56,8 +46,3 @@ def begin_scoring(run: Run, samples: list[Sample], step: int) -> Callable[[], li
         return whole
 
     return scored
-
-
-def _prompt(sample: Sample) -> NDArray[np.int32]:
-    own = sample.teacher_prompt_token_ids
-    return sample.token_ids[: sample.num_prompt_tokens] if own is None else own

@@ -16,7 +16,7 @@ import numpy as np
 
 from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.metrics import Sum
-from stable_opd_mcore.records import Prompt, Sampling, Segment, SequenceScores
+from stable_opd_mcore.records import Prompt, Rollout, Sampling, Segment, SequenceScores
 from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.sglang import dispatch
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
@@ -229,22 +229,22 @@ def test_a_teacher_is_asked_about_finished_responses_while_others_are_sampled(tm
     first, second = AbortableServer(), AbortableServer()
     dispatcher = Dispatcher(fleet_over(tmp_path, first, second))
     prompts = prompts_of([request(max_new_tokens=4, num_samples=2), request(max_new_tokens=8)])
-    told: queue.Queue[tuple[int, Sequence[int]]] = queue.Queue()
-    replies = [Future[SequenceScores]() for _ in prompts]
+    told: queue.Queue[tuple[int, Rollout]] = queue.Queue()
+    replies = [[Future[SequenceScores]()] for _ in prompts]
     for number, prompt in enumerate(prompts):
-        prompt.ask = lambda tokens, number=number: told.put((number, tokens)) or replies[number]
+        prompt.ask = lambda rollout, number=number: told.put((number, rollout)) or replies[number]
     dispatcher.submit(prompts)
     second.await_requests(1)
     first.end()
-    for number, tokens in [told.get(timeout=30) for _ in range(2)]:
-        assert (number, list(tokens)) == (0, [2, 3, 4, 5])
+    for number, rollout in [told.get(timeout=30) for _ in range(2)]:
+        assert (number, rollout.token_ids.tolist()) == (0, [2, 3, 4, 5])
     dispatcher.pause(abort=True)
     assert told.empty()
     second.end()
     dispatcher.resume()
     dispatcher.wait(prompts)
-    number, tokens = told.get_nowait()
-    assert (number, list(tokens)) == (1, list(range(2, 10)))
+    number, rollout = told.get_nowait()
+    assert (number, rollout.token_ids.tolist()) == (1, list(range(2, 10)))
     assert [prompt.scores for prompt in prompts] == [
         dict.fromkeys((0, 1), replies[0]),
         {0: replies[1]},

@@ -2,7 +2,6 @@
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from stable_opd_mcore.data.samples import golden_samples, rollout_samples
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Sample
+from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.serving.process import free_port
 from stable_opd_mcore.serving.requests import Completion, Generation
 from stable_opd_mcore.serving.teacher import TeacherLost
@@ -23,6 +23,7 @@ from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.samples import collecting
 from stable_opd_mcore.train.samples.served_scores import begin_scoring
 from tests.parallel.launch import run_ranks
+from tests.rollout.sglang.test_dispatch import TalkingDispatcher
 from tests.rollout.sglang.test_sglang_engine import engine_of
 from tests.serving.fake_teacher import fake_teacher
 from tests.serving.test_teacher import served_by
@@ -88,8 +89,7 @@ def test_a_served_teacher_is_asked_before_the_last_response_ends(run, tmp_path):
         assert Counter(asked) == Counter(sequences)
         for sample in samples:
             assert sample.teacher_scores is not None
-            again = teacher.ask("s:0", *tokens_of(sample), step=0).result(30)
-            assert sample.teacher_scores == again
+            assert sample.teacher_scores == teacher.ask(sample, step=0).result(30)
         gaps = with_gaps(samples[0])  # observed tokens are read and have no scores
         assert begin_scoring(served, [replace(gaps, teacher_scores=None)], 0)() == [gaps]
 
@@ -101,11 +101,26 @@ def test_a_served_teacher_is_asked_before_the_last_response_ends(run, tmp_path):
     teacher.close()
 
 
-def tokens_of(sample: Sample) -> tuple[Sequence[int], Sequence[int]]:
-    own = sample.teacher_prompt_token_ids
-    start = sample.num_prompt_tokens
-    prompt = sample.token_ids[:start] if own is None else own
-    return prompt.tolist(), sample.token_ids[start:].tolist()
+def test_each_context_of_an_episode_is_a_request(run, tmp_path, monkeypatch):
+    """The second turn continues the context of the first, the third begins another."""
+    monkeypatch.setattr(Dispatcher, "_after_turn", TalkingDispatcher._after_turn)
+    prompts = run.prompts.select(range(2))
+    server = HeldBack(prompts[-1])
+    server.may_end.set()
+    with fake_teacher() as (url, asked):
+        teacher = served_by(url)
+        engine, _ = engine_of(tmp_path, run.world, server, partial=False)
+        engine.teacher = teacher
+        sampling = replace(run.sampling, max_new_tokens=2, num_samples=2, scored=True)
+        samples = rollout_samples(engine.generate(prompts, sampling, step=0))
+        assert [len(sample.places) for sample in samples] == [4, 2] * 4
+        assert Counter(asked) == Counter(tuple(sample.token_ids.tolist()) for sample in samples)
+        for sample in samples:
+            assert sample.teacher_scores == teacher.ask(sample, step=0).result(30)
+        nothing_sampled = Sample.of_response("rollout", "s:0", (1, 2), ())
+        assert not len(teacher.ask(nothing_sampled, step=0).result(30).logprobs_L)
+    engine.close()
+    teacher.close()
 
 
 def score_on_two_ranks(rank: int, _world_size: int, url: str, lost: str) -> None:
