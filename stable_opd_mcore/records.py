@@ -223,6 +223,8 @@ class Sample(_WithArrays):
         "trained": np.bool_,
         "rollout_logprobs": np.float32,
         "repetitive": np.bool_,
+        "turns": np.int32,
+        "turn_truncated": np.bool_,
     }
 
     kind: SampleKind
@@ -237,6 +239,9 @@ class Sample(_WithArrays):
     episode: int = 0  # Rollout.sample_index; the rollout may have several samples
     reward: float | None = None  # see Rollout
     truncated: bool = False  # the rollout's finish reason is not "stop"
+    turns: NDArray[np.int32] | None = None  # [N], the number of its turn, from 0; None: the first
+    # [N], inside a turn that did not end with a stop token; None: nowhere
+    turn_truncated: NDArray[np.bool_] | None = None
     routed_experts: NDArray[np.int16] | None = None  # see Rollout; of this context
     off_policy: bool = False  # the golden solution, not the rollouts, carries the policy term (gkd)
     # Prompt.teacher_token_ids; None where the teacher reads the student's prompt
@@ -261,6 +266,12 @@ class Sample(_WithArrays):
         places = np.arange(start, start + count, dtype=np.int32)
         given = (token_ids, places, start, trained, rollout_logprobs)
         return Sample(kind, prompt_id, *given, **fields)
+
+    @property
+    def ends_turn(self) -> NDArray[np.bool_]:
+        """[N], whether it is the last token of its turn."""
+        turns = np.zeros_like(self.places) if self.turns is None else self.turns
+        return np.diff(turns, append=-1) != 0
 
     @property
     def is_scored(self) -> bool:
@@ -299,13 +310,15 @@ class MicroBatch:
     targets_N: Tensor  # [N] int64, the sampled token
     sample_index_N: Tensor  # [N] int64, the token's sample in this rank's list, given to `pack`
     token_index_N: Tensor  # [N] int64, the token's place among its sample's sampled ones
+    turn_N: Tensor  # [N] int64, the token's turn in its episode, from 0
+    index_in_turn_N: Tensor  # [N] int64, the token's place among the sampled ones of its turn
     golden_N: Tensor  # [N] bool, of a golden solution, not of a rollout
     pg_weight_N: Tensor  # [N] fp32, 0 on masked tokens, and on golden ones but for gkd's off-policy
     kl_weight_N: Tensor  # [N] fp32
     sft_weight_N: Tensor  # [N] fp32, 0 on rollouts
     rollout_logprob_N: Tensor  # [N] fp32, nats, as the engine sampled; 0 on golden tokens
     repetitive_N: Tensor  # [N] bool, see Sample
-    truncated_N: Tensor  # [N] bool, of a rollout that did not end with a stop token
+    truncated_N: Tensor  # [N] bool, of a rollout's turn that did not end with a stop token
     golden_rows_G: Tensor  # [G] int64, where golden_N is True; on the host
     is_scored: bool = True  # False: all samples are golden solutions that no other model scores
     given_advantage_N: Tensor | None = None  # [N] fp32, of grpo; None: computed from scores

@@ -34,7 +34,8 @@ def with_gaps(sample: Sample) -> Sample:
     """The sample as if the second of every three sampled tokens were observed."""
     kept = np.arange(len(sample.places)) % 3 != 1
     scores, fields = sample.teacher_scores, {}
-    for name in ("places", "trained", "rollout_logprobs", "repetitive"):
+    arrays = ("places", "trained", "rollout_logprobs", "repetitive", "turns", "turn_truncated")
+    for name in arrays:
         values = getattr(sample, name)
         fields[name] = values if values is None else values[kept]
     return replace(sample, **fields, teacher_scores=scores and scores.select(kept))

@@ -188,7 +188,7 @@ def _build(
     if routing is not None:
         shape = (len(tokens_T), *routing)
         arrays["routed_experts_TYX"] = _routed_experts(chosen, starts_S, shape)
-    places_N = _join([sample.places for sample in chosen], np.int64)
+    places_N, token_index_N = _join([s.places for s in chosen], np.int64), _counters(sampled_S)
     arrays |= {
         "tokens_T": tokens_T,
         "positions_T": _counters(sequences_S),
@@ -196,7 +196,8 @@ def _build(
         # Position p predicts p + 1: the first sampled token's row is the token before it.
         "rows_N": np.repeat(starts_S - 1, sampled_S) + places_N,
         "sample_index_N": np.repeat(members_S, sampled_S),
-        "token_index_N": _counters(sampled_S),
+        "token_index_N": token_index_N,
+        "index_in_turn_N": _indices_in_turns(arrays["turn_N"], token_index_N),
         "golden_rows_G": np.flatnonzero(arrays["golden_N"]),
     }
     tensors: dict[str, Any] = {
@@ -233,11 +234,21 @@ def _row_values(
         "sft_weight_N": weight(weights.sft_B, trained_N),
         "rollout_logprob_N": or_zeros([sample.rollout_logprobs for sample in chosen], np.float32),
         "repetitive_N": or_zeros([sample.repetitive for sample in chosen], np.bool_),
-        "truncated_N": each([sample.truncated for sample in chosen]),
+        "turn_N": or_zeros([sample.turns for sample in chosen], np.int64),
+        "truncated_N": or_zeros([sample.turn_truncated for sample in chosen], np.bool_),
     }
     if weights.advantage_B is not None:
         values["given_advantage_N"] = weight(weights.advantage_B)
     return values
+
+
+def _indices_in_turns(
+    turn_N: NDArray[np.int64], token_index_N: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The place of each token in its turn; `token_index_N` is that in its sample."""
+    rows_N = _range(len(turn_N))
+    begins_N = (token_index_N == 0) | (np.diff(turn_N, prepend=-1) != 0)
+    return rows_N - np.maximum.accumulate(np.where(begins_N, rows_N, 0))
 
 
 def _served_scores(scores: Sequence[SequenceScores | None]) -> dict[str, NDArray[Any]]:

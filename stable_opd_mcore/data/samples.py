@@ -58,6 +58,9 @@ def context_samples(
     count = len(rollout.token_ids)
     trained = np.ones(count, np.bool_) if trained is None else trained
     repetitive = np.zeros(count, np.bool_) if repetitive is None else repetitive
+    lengths = [turn.num_tokens for turn in rollout.turns]
+    turns_L = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    truncated_L = np.array([turn.finish_reason != "stop" for turn in rollout.turns])[turns_L]
     first, first_routed = 0, 0
     for turns in _contexts(rollout.turns):
         beginning = () if turns[0].restarts else prompt.token_ids
@@ -82,6 +85,8 @@ def context_samples(
             routed_experts=None if experts is None else experts[routed],
             teacher_scores=scores and scores.select(own),
             truncated=rollout.finish_reason != "stop",
+            turns=turns_L[own],
+            turn_truncated=truncated_L[own],
             teacher_prompt_token_ids=_teacher_tokens(prompt),
             slot=prompt.slot,
         )

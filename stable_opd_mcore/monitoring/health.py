@@ -48,14 +48,16 @@ def token_metrics(
     microbatches: Sequence[MicroBatch],
     max_new_tokens: int,
     groups: Mapping[str, NDArray[np.bool_]] = _NO_GROUPS,
+    max_turns: int = 1,
 ) -> Callable[[], Metrics]:
     """Metrics of the scored tokens of this rank's micro-batches; reduce them over ranks.
 
     Log-probabilities, advantages, entropies, KL to the teacher and the clip share are means over
     rollout tokens in the loss (`pg_weight_N` not 0), without golden and masked tokens. KL to the
     reference is over rows with a KL weight, the share of repetitive tokens over all scored rollout
-    tokens. Parts are finished and truncated responses and quarters of `max_new_tokens`. The rollout
-    gap is to `old_token_logprob_N`, or to the student's log-probability if that is None.
+    tokens. Parts are finished and truncated turns and quarters of the longest episode, `max_turns`
+    of `max_new_tokens` each. The rollout gap is to `old_token_logprob_N`, or to the student's
+    log-probability if that is None.
 
     `loss/*` are sums, like the loss. The total is the sum of the parts, because Megatron scales the
     loss tensor in place. A mean is None if no micro-batch has its values (no teacher, no
@@ -72,7 +74,7 @@ def token_metrics(
     if not outputs:  # a pipeline stage before the last
         return Metrics
     pairs = zip(outputs, microbatches, strict=True)
-    found = [_token_sums(*pair, max_new_tokens, groups) for pair in pairs]
+    found = [_token_sums(*pair, (max_turns, max_new_tokens), groups) for pair in pairs]
     (means, scalars), _ = found[0]  # the keys are the same in every micro-batch
     numbers = OnHost(torch.stack([sums for _, sums in found]))
 
@@ -88,7 +90,7 @@ def token_metrics(
 def _token_sums(
     output: LossOutput,
     microbatch: MicroBatch,
-    max_new_tokens: int,
+    budget: tuple[int, int],  # the most turns of an episode, and tokens of a turn
     groups: Mapping[str, NDArray[np.bool_]],
 ) -> tuple[tuple[list[str], list[str]], Tensor]:
     """The keys of the means and of the plain sums; in fp64 the totals and counts of the means, then
@@ -99,7 +101,7 @@ def _token_sums(
     golden_N, trained_N = microbatch.golden_N, _trained(microbatch)
     pg_N = (microbatch.pg_weight_N != 0) & ~golden_N
     means = _mean_terms(output, microbatch)
-    parts = _parts(microbatch, max_new_tokens)
+    parts = _parts(microbatch, *budget)
     for key in SPLIT_KEYS:
         values, mask = means[key]
         means |= {f"{key}_{part}": (values, mask & part_N) for part, part_N in parts.items()}
@@ -202,9 +204,10 @@ def _trained(microbatch: MicroBatch) -> Tensor:
     return (weights[0] != 0) | (weights[1] != 0) | (weights[2] != 0)
 
 
-def _parts(microbatch: MicroBatch, max_new_tokens: int) -> dict[str, Tensor]:
-    """Masks [N] of finished and truncated responses and of the quarters of the length budget."""
-    quarter_N = (4 * microbatch.token_index_N // max_new_tokens).clamp(max=len(QUARTERS) - 1)
+def _parts(microbatch: MicroBatch, max_turns: int, max_new_tokens: int) -> dict[str, Tensor]:
+    """Masks [N] of finished and truncated turns and of the quarters of the length budget."""
+    place_N = microbatch.turn_N * max_new_tokens + microbatch.index_in_turn_N
+    quarter_N = (4 * place_N // (max_turns * max_new_tokens)).clamp(max=len(QUARTERS) - 1)
     return {
         "finished": ~microbatch.truncated_N,
         "truncated": microbatch.truncated_N,

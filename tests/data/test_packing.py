@@ -40,6 +40,8 @@ def make_samples(count, seed=0, longest=30):
             rollout_logprobs=None if is_golden else tuple(-rng.random() for _ in range(n)),
             repetitive=None if is_golden else np.arange(n) >= rng.randint(0, n),
             truncated=not is_golden and index % 3 == 0,
+            turns=None if is_golden else np.cumsum([rng.random() < 0.2 for _ in range(n)]),
+            turn_truncated=None if is_golden else [rng.random() < 0.5 for _ in range(n)],
         )
         samples.append(with_gaps(sample) if index % 3 else sample)
     values = ([rng.random() for _ in range(count)] for _ in range(3))
@@ -67,7 +69,11 @@ def test_every_sampled_token_and_no_other_is_predicted_by_the_token_before_it(da
                 assert int(batch.tokens_T[place]) == whole[here]
                 assert int(batch.positions_T[place]) == here
                 assert int(batch.targets_N[row]) == whole[here + 1]
-                assert bool(batch.truncated_N[row]) == sample.truncated
+                turns, truncated = sample.turns, sample.turn_truncated
+                turns = np.zeros(token + 1) if turns is None else turns
+                assert int(batch.turn_N[row]) == turns[token]
+                assert int(batch.index_in_turn_N[row]) == sum(turns[:token] == turns[token])
+                assert bool(batch.truncated_N[row]) == (truncated is not None and truncated[token])
                 assert bool(batch.golden_N[row]) == (sample.kind == "golden")
                 for name in ("pg", "kl", "sft"):
                     packed = float(getattr(batch, f"{name}_weight_N")[row])

@@ -105,6 +105,10 @@ def test_a_sample_has_the_turns_of_one_context():
     assert second.token_ids.tolist() == [8, 8, 8, 1, 2, 3, 9, 6, 9]
     assert second.places.tolist() == [3, 4, 5, 6, 8]
     assert second.trained.tolist() == [True, True, True, False, False]
+    assert first.turns.tolist() == [0, 0, 0, 1, 1]
+    assert first.turn_truncated.tolist() == [False, False, False, True, True]
+    assert second.turns.tolist() == [2, 2, 2, 2, 3]
+    assert not second.turn_truncated.any()
     for sample, own, prompt in ((first, numbers[:5], 2), (second, numbers[5:], 3)):
         assert (sample.num_prompt_tokens, sample.episode, sample.truncated) == (prompt, 3, False)
         assert (-sample.rollout_logprobs).tolist() == own.tolist()

@@ -97,6 +97,8 @@ def make_case(
         targets_N=targets,
         sample_index_N=torch.arange(rows) // 4,
         token_index_N=torch.arange(rows) % 4,
+        turn_N=torch.zeros(rows, dtype=torch.int64),
+        index_in_turn_N=torch.arange(rows) % 4,
         golden_N=golden,
         pg_weight_N=weight[0].masked_fill(golden | masked, 0),
         kl_weight_N=weight[1].masked_fill(golden, 0) * config.kl.beta,

@@ -75,6 +75,8 @@ class Policies:
             targets_N=target,
             sample_index_N=sample,
             token_index_N=token,
+            turn_N=torch.zeros_like(token),
+            index_in_turn_N=token,
             golden_N=zero.bool(),
             pg_weight_N=weight,
             kl_weight_N=zero,

@@ -70,6 +70,8 @@ def microbatch(lengths: list[int], seed: int = 0) -> MicroBatch:
         targets_N=tokens_T[rows_N + 1],
         sample_index_N=torch.zeros(num_rows, dtype=torch.int64),
         token_index_N=torch.arange(num_rows),
+        turn_N=torch.zeros(num_rows, dtype=torch.int64),
+        index_in_turn_N=torch.arange(num_rows),
         golden_N=torch.ones(num_rows, dtype=torch.bool),
         pg_weight_N=zeros_N,
         kl_weight_N=zeros_N,

@@ -44,6 +44,8 @@ MICROBATCH = MicroBatch(
     targets_N=torch.arange(6),
     sample_index_N=torch.zeros(6, dtype=torch.int64),
     token_index_N=torch.arange(6),
+    turn_N=torch.zeros(6, dtype=torch.int64),
+    index_in_turn_N=torch.arange(6),
     golden_N=torch.tensor([False] * 4 + [True] * 2),
     pg_weight_N=torch.tensor([0.1, 0.2, 0.3, 0.0, 0.0, 0.0]),
     kl_weight_N=torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0, 0.0]),
@@ -203,7 +205,16 @@ def test_the_engine_gap_is_against_the_behaviour_policy():
 
 
 def test_tokens_beyond_the_budget_are_in_its_last_quarter():
-    batch = replace(MICROBATCH, token_index_N=torch.tensor([0, 1, 9, 3, 4, 5]))
+    batch = replace(MICROBATCH, index_in_turn_N=torch.tensor([0, 1, 9, 3, 4, 5]))
     values = token_metrics([OUTPUT], [batch], 4)().values_by_key()
+    advantages = [values[f"advantage/mean_q{n}"] for n in (1, 2, 3, 4)]
+    assert advantages == [-0.5, 0.5, None, -3.0]
+
+
+def test_quarters_are_of_all_turns_of_an_episode():
+    """Four turns of four tokens: each is a quarter, however many tokens it has."""
+    turn_N, index_N = torch.tensor([0, 1, 3, 3, 0, 0]), torch.tensor([3, 0, 0, 1, 0, 1])
+    batch = replace(MICROBATCH, turn_N=turn_N, index_in_turn_N=index_N)
+    values = token_metrics([OUTPUT], [batch], 4, max_turns=4)().values_by_key()
     advantages = [values[f"advantage/mean_q{n}"] for n in (1, 2, 3, 4)]
     assert advantages == [-0.5, 0.5, None, -3.0]

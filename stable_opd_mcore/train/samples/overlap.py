@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,13 +56,17 @@ def overlap_metrics(
 
 
 def _last_positions(batch: MicroBatch, samples: Sequence[Sample]) -> Tensor:
-    """bool [N]: the row predicts the last sampled token of a rollout.
+    """bool [N]: the row predicts the last token of a turn of a rollout.
 
     Masked tokens too: a mask of stop tokens would leave only truncated responses.
     """
-    lengths = batch.token_index_N.new_tensor([len(s.places) for s in samples])
-    final_N = batch.token_index_N == lengths[batch.sample_index_N] - 1
-    return final_N & ~batch.golden_N
+    ends = [np.empty(0, np.bool_), *(sample.ends_turn for sample in samples)]
+    first_B = np.cumsum([len(each) for each in ends])[:-1]
+    ends_turn, first_B = (
+        torch.from_numpy(values).to(batch.golden_N.device)  # pyright: ignore[reportUnknownMemberType]
+        for values in (np.concatenate(ends), first_B)
+    )
+    return ends_turn[first_B[batch.sample_index_N] + batch.token_index_N] & ~batch.golden_N
 
 
 def _stop_scores(

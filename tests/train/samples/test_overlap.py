@@ -98,3 +98,14 @@ def test_golden_solutions_that_carry_the_policy_term_do_not_count():
     found = overlap_metrics(pair_of(model, model), [batch], samples)
     for key, mean in found.items():
         assert mean.count == (2 if key.startswith("stop/") else 0)
+
+
+def test_every_turn_has_a_last_token():
+    """A rollout of three tokens in two turns, and one of which a turn has none."""
+    samples = [replace(SAMPLES[0], turns=[0, 1, 1]), SAMPLES[1], replace(SAMPLES[2], turns=[1, 3])]
+    (batch,) = pack(samples, weights_of(samples, pg=[True, False, True]), max_tokens=64)[:1]
+    student, teacher = Listing([4, 7], [0.5, 0.3]), Listing([7, 9], [0.6, 0.2])
+    found = overlap_metrics(pair_of(student, teacher), [batch], samples)
+    assert found["stop/student_mass"].count == 4
+    assert found["stop/student_mass"].total == pytest.approx(4 * 0.11)
+    assert found["overlap/ratio"].count == 3
