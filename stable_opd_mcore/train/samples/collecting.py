@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.data.samples import (
     golden_samples,
@@ -20,6 +21,7 @@ from stable_opd_mcore.data.samples import (
     off_policy_slots,
     rollout_samples,
 )
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
@@ -45,10 +47,28 @@ def collect_samples(
     golden = mark_samples(run, solutions, state)
     wait_for_golden = begin_scoring(run, golden, state.step)  # while the engine samples
     rollouts = sample_rollouts(run, prompts, state.step, timer)
+    refuse_restarts(run.config, rollouts)
     masks, max_new_tokens = run.config.objective.masks, run.sampling.max_new_tokens
     samples = mark_samples(run, rollout_samples(rollouts, masks, max_new_tokens), state)
     wait_for_rollouts = begin_scoring(run, samples, state.step)
     return rollouts, wait_for_rollouts() + wait_for_golden()
+
+
+def refuse_restarts(config: Config, rollouts: Sequence[Rollout]) -> None:
+    """Raise UserError for an episode of several contexts with a setting that assumes one."""
+    for rollout in rollouts:
+        where = f"prompt {rollout.prompt.prompt_id}: its environment begins a new context"
+        if config.objective.discount and any(turn.restarts for turn in rollout.turns[1:]):
+            raise UserError(
+                f"{where}, and objective.discount={config.objective.discount:g} would add up the "
+                "advantages of each context on its own, not of the episode; set "
+                "objective.discount=0, or let the environment only continue the context"
+            )
+        if config.teacher and config.teacher.prompt and any(t.restarts for t in rollout.turns):
+            raise UserError(
+                f"{where}, which does not begin with the prompt that teacher.prompt replaces; "
+                "remove teacher.prompt, or let the environment only continue the context"
+            )
 
 
 def own_share(world: World, items: Sequence[Item]) -> Sequence[Item]:

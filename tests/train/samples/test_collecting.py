@@ -5,15 +5,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import pytest
+
 from stable_opd_mcore.config.schema import TokenMasksConfig
 from stable_opd_mcore.data.samples import off_policy_slots
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.host.user_code import read_user_function
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.records import Prompt, Rollout, Turn
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.samples import collecting
+from tests.losses.cases import make_config
 from tests.parallel.launch import run_ranks
 from tests.train.engine_recorder import Recorder
 from tests.train.runs import tiny_config
@@ -143,3 +147,25 @@ def test_a_source_s_reward_judges_no_held_out_problem_of_a_file_of_the_same_name
         assert rollout.reward == 0.25
         (held_out,) = collecting.sample_held_out(engine, grader, run.world, [prompt], once)
         assert (held_out.reward, held_out.grading_failure) == (1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({}, []),
+        ({"objective__discount": 0.5}, ["later"]),
+        ({"teacher__prompt": "{{ problem }}"}, ["at once", "later"]),
+    ],
+)
+def test_settings_that_assume_one_context_refuse_others(settings, refused):
+    config = make_config(**settings)
+    for name, *restarts in (("never", 0, 0), ("at once", 1, 0), ("later", 0, 1)):
+        turns = [Turn(1, "stop", (7,), restarts=bool(each)) for each in restarts]
+        rollout = Rollout(
+            Prompt(name, "", (1, 2)), 0, (3, 4), (-1, -1), "stop", 0, turns=tuple(turns)
+        )
+        if name in refused:
+            with pytest.raises(UserError, match=f"prompt {name}: its environment begins a new"):
+                collecting.refuse_restarts(config, [rollout])
+        else:
+            collecting.refuse_restarts(config, [rollout])
