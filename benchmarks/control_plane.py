@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import torch
 
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.episodes import Episode
+from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
@@ -192,6 +194,7 @@ def sampled(
                 [Episode.begin(Prompt(f"p:{n}", "", prompts[n]), 0, 0)],
                 0,
                 PROMPT + tokens,
+                partial(Interaction().observe, sampling=request.sampling, step=0),
             )
             for n, request in enumerate(requests)
         ]

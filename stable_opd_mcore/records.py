@@ -53,6 +53,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()  # a response ends with, and includes, the first of these
     seed: int = 0  # seeds the noise, with step, prompt and sample index
     scored: bool = False  # a served teacher scores each response as soon as it ends
+    # The finished steps of the run, which limit the turns of an episode; None: held-out responses
+    training_step: int | None = None
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -87,6 +89,10 @@ class Prompt:
     # `teacher.prompt` of the row; None: the teacher reads token_ids. Not in files of rollouts.
     teacher_token_ids: tuple[int, ...] | None = field(default=None, compare=False)
     slot: int = field(default=0, compare=False)  # its place in the data order, over the whole run
+    # What answers the student's turns: a name of `Interaction`'s; None: it has one turn
+    environment: str | None = field(default=None, compare=False)
+    # The messages that token_ids render, where an environment answers; else none
+    messages: Sequence[Mapping[str, str]] = field(default=(), compare=False, repr=False)
 
 
 class _WithArrays:

@@ -24,7 +24,7 @@ tokens of a row in one forward pass, H hidden size, D half the size of a head, V
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import numpy as np
 import torch
@@ -37,11 +37,12 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import rotary_frequencies
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.linear import linear
-from stable_opd_mcore.parallel.world import World
+from stable_opd_mcore.parallel.world import World, broadcast_object
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine, check_prompts
-from stable_opd_mcore.rollout.episodes import Episode
+from stable_opd_mcore.rollout.episodes import Episode, Observation
 from stable_opd_mcore.rollout.inference import inference_mode, run_layers
+from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.rollout.kv_cache import KVCache
 from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
 
@@ -63,6 +64,7 @@ class EmbeddedEngine(RolloutEngine):
     progress: Callable[[], None] = lambda: None  # called after each decoded token of the batch
     max_staleness: int = 0  # rollout.max_staleness
     partial: bool = False  # rollout.partial
+    interaction: Interaction = field(default_factory=Interaction)  # answers the student's turns
 
     def __post_init__(self) -> None:
         self._chunks: list[HiddenStatesGPTModel] = unwrap_model(list(self.chunks))
@@ -115,6 +117,7 @@ class EmbeddedEngine(RolloutEngine):
             for prompt in prompts
             for sample in range(sampling.num_samples)
         ]
+        episodes = self._after_turns(episodes, sampling, step)
         limits = self._limits(episodes, sampling, length)
         if not self._some_replica_runs(bool(limits)):
             return episodes
@@ -124,7 +127,7 @@ class EmbeddedEngine(RolloutEngine):
                 for start in range(0, len(places), self.max_rows):
                     batch = {place: limits[place] for place in places[start:][: self.max_rows]}
                     self._extend(episodes, batch, sampling, step)
-                episodes = self._after_turns(episodes)
+                episodes = self._after_turns(episodes, sampling, step)
                 limits = self._limits(episodes, sampling, length)
             while self._some_replica_runs(False):
                 padding_BT = torch.zeros(1, 1, dtype=torch.int64, device=self.world.device)
@@ -142,10 +145,36 @@ class EmbeddedEngine(RolloutEngine):
                 limits[place] = min(left, episode.budget(sampling, self._window))
         return {place: limit for place, limit in limits.items() if limit > 0}
 
-    def _after_turns(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """Each episode whose turn is over continues with an observation, or ends: without an
-        environment each turn is the last."""
-        return [each if each.is_open or each.is_ended else each.ended() for each in episodes]
+    def _after_turns(
+        self, episodes: Sequence[Episode], sampling: Sampling, step: int
+    ) -> list[Episode]:
+        """The episodes with what follows the turns that are over, until all are open or ended."""
+        episodes = list(episodes)
+        while waiting := [n for n, each in enumerate(episodes) if each.awaits_observation]:
+            observations = self._observations([episodes[n] for n in waiting], sampling, step)
+            for place, observation in zip(waiting, observations, strict=True):
+                episodes[place] = episodes[place].after(observation)
+        return episodes
+
+    def _observations(
+        self, episodes: Sequence[Episode], sampling: Sampling, step: int
+    ) -> list[Observation]:
+        """What follows a turn of each. The replica's first rank asks, so that all ranks agree."""
+        has_environment = any(each.prompt.environment is not None for each in episodes)
+        answers: list[Observation] | UserError = []
+        if not has_environment or dist.get_rank(self.world.model_group) == 0:
+            asked = [self.interaction.observe(each, sampling, step) for each in episodes]
+            try:
+                for answer in asked:
+                    answers.append(answer.result())
+                    self.progress()
+            except UserError as error:
+                answers = error
+        if has_environment:
+            answers = broadcast_object(answers, self.world.model_group)
+        if isinstance(answers, UserError):
+            raise answers
+        return answers
 
     def _extend(
         self, episodes: list[Episode], limits: Mapping[int, int], sampling: Sampling, step: int

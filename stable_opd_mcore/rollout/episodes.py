@@ -1,25 +1,47 @@
 """An episode while it is sampled: what the student said so far, and what it observed.
 
     episode = Episode.begin(prompt, sample_index, weight_version)
-    while episode.is_open:                        # its turn lacks tokens
-        episode = episode.with_tokens(...)        # at most episode.budget(sampling, window)
-    episode = episode.with_observation(...)       # another turn begins ...
-    rollout = episode.ended().rollout()           # ... or none does
+    while not episode.is_ended:
+        if episode.is_open:                       # its turn lacks tokens
+            episode = episode.with_tokens(...)    # at most episode.budget(sampling, window)
+        else:                                     # another turn begins, or it ends
+            episode = episode.after(observation)
+    rollout = episode.rollout()
 
 Engines do not change an episode; each method returns another one. Without an environment the first
-turn is the whole episode. Tokens that the student sampled are never decoded and encoded again: the
-context of a turn is that of the turn before with its tokens, unless an observation restarts it.
+turn is the whole episode; with one, an observation comes before it. Tokens that the student sampled
+are never decoded and encoded again: the context of a turn is that of the turn before with its
+tokens, unless an observation restarts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stable_opd_mcore.records import FinishReason, Prompt, Rollout, Sampling, Segment, Turn
+from stable_opd_mcore.records import (
+    FinishReason,
+    GradingFailure,
+    Prompt,
+    Rollout,
+    Sampling,
+    Segment,
+    Turn,
+)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What follows a turn, or comes before the first one: token ids to read, or the end."""
+
+    token_ids: tuple[int, ...] = ()
+    restarts: bool = False  # they are all that the student reads; its context is forgotten
+    finish_reason: FinishReason = "abort"  # another one: the episode ends
+    reward: float | None = None  # of an episode that ends; None: to be graded
+    failure: GradingFailure | None = None  # why it ended without a reward
+    begins_anew: bool = False  # the environment forgot the episode: nothing of it counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,17 +58,27 @@ class Episode:
     routed_experts: tuple[NDArray[np.int16], ...] = ()  # of each context; see Rollout
     text: str = ""
     finish_reason: FinishReason = "abort"  # until it has ended
+    reward: float | None = None
+    failure: GradingFailure | None = None
 
     @staticmethod
     def begin(prompt: Prompt, sample_index: int, weight_version: int) -> Episode:
+        """In its first turn, or, where the prompt has an environment, before it."""
         context, no_tokens = np.array(prompt.token_ids, np.int32), np.empty(0, np.int32)
         segments = (Segment(0, weight_version),)
-        return Episode(prompt, sample_index, context, no_tokens, np.empty(0, np.float32), segments)
+        turns = (Turn(0, "abort"),) if prompt.environment is None else ()
+        logprobs = np.empty(0, np.float32)
+        return Episode(prompt, sample_index, context, no_tokens, logprobs, segments, turns)
 
     @property
     def is_open(self) -> bool:
         """Whether its last turn may get more tokens."""
-        return not self.is_ended and self.turns[-1].finish_reason == "abort"
+        return bool(self.turns) and not self.is_ended and self.turns[-1].finish_reason == "abort"
+
+    @property
+    def awaits_observation(self) -> bool:
+        """Whether a turn is over, or none has begun, and what follows is not known."""
+        return not self.is_open and not self.is_ended
 
     @property
     def is_ended(self) -> bool:
@@ -95,27 +127,22 @@ class Episode:
             text=text,
         )
 
-    def with_observation(
-        self, token_ids: Sequence[int], window: int, *, restarts: bool = False
-    ) -> Episode:
-        """With another turn, before which the student reads `token_ids`, with `restarts` only them.
-
-        The episode ends instead if the window has no room for a token after them.
-        """
-        turns = self.turns
-        if self.is_open:
-            assert turns == (Turn(0, "abort"),), "only the first observation comes before a turn"
-            turns = ()
-        observed = np.array(token_ids, np.int32)
-        context = observed if restarts else np.concatenate([self.context, observed])
-        if len(context) >= window:
-            return self.ended("length")
-        turn = Turn(0, "abort", tuple(observed.tolist()), restarts)
-        return replace(self, context=context, turns=(*turns, turn), text="")
-
-    def ended(self, finish_reason: FinishReason | None = None) -> Episode:
-        """Ended with its last turn, by default for the reason for which that turn ended."""
-        return replace(self, finish_reason=finish_reason or self.turns[-1].finish_reason)
+    def after(self, observation: Observation) -> Episode:
+        """With another turn, before which the student reads the observation, or ended."""
+        assert self.awaits_observation
+        if observation.begins_anew:
+            return Episode.begin(self.prompt, self.sample_index, self.segments[0].weight_version)
+        if observation.finish_reason != "abort":
+            return replace(
+                self,
+                finish_reason=observation.finish_reason,
+                reward=observation.reward,
+                failure=observation.failure,
+            )
+        observed = np.array(observation.token_ids, np.int32)
+        context = observed if observation.restarts else np.concatenate([self.context, observed])
+        turn = Turn(0, "abort", observation.token_ids, observation.restarts)
+        return replace(self, context=context, turns=(*self.turns, turn), text="")
 
     def rollout(self) -> Rollout:
         return Rollout(
@@ -126,6 +153,8 @@ class Episode:
             self.finish_reason,
             self.segments[0].weight_version,
             self.text,
+            self.reward,
+            self.failure,
             routed_experts=np.concatenate(self.routed_experts) if self.routed_experts else None,
             segments=self.segments,
             turns=self.turns,

@@ -14,10 +14,11 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.records import Prompt, Rollout, Sampling, Segment
+from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.rollout.tiny import (
     VOCAB,
-    TalkingEngine,
+    Talk,
     build_engine,
     decode,
     make_prompts,
@@ -136,12 +137,13 @@ def test_whole_responses_are_handed_out_only_to_their_step(tiny_path, world):
     assert engine.generate(prompts, sampling, step=4) == fresh.generate(prompts, sampling, step=4)
 
 
+TOLD = make_prompts(6, environment="")
 TALK = Sampling(0.8, max_new_tokens=9, num_samples=3, stop_token_ids=(4, 9), seed=2)
 
 
 @pytest.fixture(scope="module")
 def episodes(tiny_path, world) -> list[Rollout]:
-    return build_engine(tiny_path, world, TalkingEngine).generate(make_prompts(6), TALK, step=1)
+    return build_engine(tiny_path, world, interaction=Talk()).generate(TOLD, TALK, step=1)
 
 
 def test_every_turn_reads_its_context(episodes, transformer):
@@ -161,15 +163,15 @@ def test_every_turn_reads_its_context(episodes, transformer):
 
 def test_turns_do_not_depend_on_the_other_rows_or_on_pieces(episodes, tiny_path, world):
     """Rows of a batch have contexts of different lengths and different numbers of tokens left."""
-    prompts, ahead = make_prompts(6), {"max_staleness": 2, "partial": True, "max_rows": 5}
-    cut = build_engine(tiny_path, world, TalkingEngine, **ahead)
-    pieces = sample_in_pieces(cut, prompts, TALK, step=1)
+    ahead = {"max_staleness": 2, "partial": True, "max_rows": 5}
+    cut = build_engine(tiny_path, world, interaction=Talk(), **ahead)
+    pieces = sample_in_pieces(cut, TOLD, TALK, step=1)
     assert max(len(one.segments) for one in pieces) == 3
     cut.publish(3)
-    cut.prefetch(prompts, TALK, step=1, weight_version=5)
+    cut.prefetch(TOLD, TALK, step=1, weight_version=5)
     cut.drop_ahead()
     cut.publish(5)
-    again = cut.generate(prompts, TALK, step=1)
+    again = cut.generate(TOLD, TALK, step=1)
     assert {one.segments[0].weight_version for one in again} == {5}
     for one, expected in zip([*pieces, *again], [*episodes, *episodes], strict=True):
         np.testing.assert_allclose(one.rollout_logprobs, expected.rollout_logprobs, atol=1e-5)
@@ -184,8 +186,8 @@ def test_episodes_come_back_from_a_file(episodes, tmp_path):
 
 def test_a_greedy_turn_is_the_greedy_response_to_its_context(engine, tiny_path, world):
     greedy = replace(TALK, temperature=0)
-    talking = build_engine(tiny_path, world, TalkingEngine)
-    for one in talking.generate(make_prompts(2), greedy, step=0):
+    talking = build_engine(tiny_path, world, interaction=Talk())
+    for one in talking.generate(TOLD[:2], greedy, step=0):
         for sample in rollout_samples([one]):
             starts = sample.places[np.diff(sample.places, prepend=-1) > 1]
             contexts = [tuple(sample.token_ids[:start].tolist()) for start in starts]
@@ -228,9 +230,9 @@ def test_only_the_common_vocabulary_is_sampled(tiny_path, world):
 def test_the_trainer_agrees_with_the_rollouts(tiny_path, world, precision, largest, mean):
     chunks = build_model(read_architecture(tiny_path), world, precision=precision)
     load_hf(chunks, tiny_path)
-    engine = TalkingEngine(chunks, world, decode, vocab_size=VOCAB)
+    engine = EmbeddedEngine(chunks, world, decode, vocab_size=VOCAB, interaction=Talk())
     sampling = Sampling(0.8, max_new_tokens=25, num_samples=3, stop_token_ids=(4,))
-    samples = rollout_samples(engine.generate(make_prompts(5), sampling, step=0))
+    samples = rollout_samples(engine.generate(TOLD[:5], sampling, step=0))
     batches = pack(samples, weights_of(samples, 1, 1, 1), max_tokens=200)
     trainer = MegatronScorer(chunks, world, vocab_size=VOCAB, temperature=0.8)
     for batch, scores in zip(batches, trainer.score(batches), strict=True):

@@ -18,9 +18,8 @@ from tests.models.tiny import microbatch
 from tests.parallel.launch import run_ranks
 from tests.rollout.tiny import (
     VOCAB,
-    TalkingEngine,
+    Talk,
     build_engine,
-    decode,
     make_prompts,
     sample_in_pieces,
     save_tiny,
@@ -55,8 +54,9 @@ def run_layouts(rank: int, world_size: int, model: Path, results: Path) -> None:
         ahead = replace(engine, max_staleness=2, partial=True)
         for rollout in sample_in_pieces(ahead, prompts, SAMPLINGS[0], step=2):
             rollouts["pieces", rollout.prompt.prompt_id, rollout.sample_index] = rollout
-        talking = TalkingEngine(engine.chunks, world, decode, vocab_size=VOCAB)
-        for rollout in talking.generate(prompts, SAMPLINGS[0], step=2):
+        talking = replace(engine, interaction=Talk())
+        told = [replace(prompt, environment="") for prompt in prompts]
+        for rollout in talking.generate(told, SAMPLINGS[0], step=2):
             rollouts["turns", rollout.prompt.prompt_id, rollout.sample_index] = rollout
         chunks = build_model(read_architecture(model), world, trainable=False)
         load_hf(chunks, model)

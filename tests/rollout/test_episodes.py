@@ -5,9 +5,11 @@ import pytest
 
 from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.records import Prompt, Sampling, Segment, Turn
-from stable_opd_mcore.rollout.episodes import Episode
+from stable_opd_mcore.rollout.episodes import Episode, Observation
 
 BEGUN = Episode.begin(Prompt("a", "", (1, 2)), 3, 1)
+ASKED = Episode.begin(Prompt("a", "", (1, 2), environment=""), 3, 1)
+END = Observation(finish_reason="stop")
 SAMPLING = Sampling(max_new_tokens=4)
 WINDOW = 12
 
@@ -30,8 +32,11 @@ def test_without_an_observation_the_first_turn_is_the_episode():
         longer = drawn(longer, token, reason="length" if token == 7 else "abort", version=version)
     assert not longer.is_open
     assert not longer.is_ended
-    rollout = longer.ended().rollout()
-    assert longer.ended().is_ended
+    assert longer.awaits_observation
+    ended = longer.after(Observation(finish_reason="length"))
+    assert ended.is_ended
+    assert not ended.awaits_observation
+    rollout = ended.rollout()
     assert rollout.token_ids.tolist() == [5, 6, 7]
     assert rollout.rollout_logprobs.tolist() == [-0.5] * 3
     assert rollout.segments == (Segment(2, 2), Segment(1, 3))
@@ -44,13 +49,14 @@ def test_without_an_observation_the_first_turn_is_the_episode():
 
 
 def test_an_observation_continues_the_context_or_restarts_it():
-    episode = drawn(drawn(BEGUN, 5, reason="abort"), 9).with_observation((6, 6), WINDOW)
+    episode = drawn(drawn(BEGUN, 5, reason="abort"), 9).after(Observation((6, 6)))
     assert episode.context.tolist() == [1, 2, 5, 9, 6, 6]
     assert episode.text == ""
-    episode = drawn(episode, 7, 9, version=3).with_observation((8, 8), WINDOW, restarts=True)
+    episode = drawn(episode, 7, 9, version=3).after(Observation((8, 8), restarts=True))
     assert episode.context.tolist() == [8, 8]
     episode = drawn(drawn(episode, 4, reason="abort", version=3), 4, reason="length", version=4)
-    rollout = episode.ended("stop").rollout()
+    rollout = episode.after(Observation(finish_reason="stop", reward=0.5)).rollout()
+    assert (rollout.reward, rollout.grading_failure) == (0.5, None)
     assert rollout.turns == (
         Turn(2, "stop"),
         Turn(2, "stop", (6, 6)),
@@ -64,12 +70,24 @@ def test_an_observation_continues_the_context_or_restarts_it():
         assert sample.routed_experts.ravel().tolist() == sample.token_ids[:-1].tolist()
 
 
-def test_an_environment_may_observe_first():
-    episode = BEGUN.with_observation((6, 7, 8), WINDOW, restarts=True)
+@pytest.mark.parametrize(
+    ("first", "read"),
+    [(Observation((6, 7, 8), restarts=True), [6, 7, 8]), (Observation(), [1, 2])],
+)
+def test_an_environment_observes_first(first, read):
+    assert ASKED.awaits_observation
+    assert not ASKED.is_open
+    episode = ASKED.after(first)
     assert episode.is_open
-    (sample,) = rollout_samples([drawn(episode, 5).ended().rollout()])
-    assert sample.token_ids.tolist() == [6, 7, 8, 5]
-    assert (sample.num_prompt_tokens, sample.places.tolist()) == (3, [3])
+    (sample,) = rollout_samples([drawn(episode, 5).after(END).rollout()])
+    assert sample.token_ids.tolist() == [*read, 5]
+    assert (sample.num_prompt_tokens, sample.places.tolist()) == (len(read), [len(read)])
+
+
+def test_an_episode_that_its_environment_forgot_begins_anew():
+    episode = drawn(ASKED.after(Observation((6,))), 5).after(Observation(begins_anew=True))
+    assert episode.awaits_observation
+    assert (episode.turns, episode.context.tolist(), len(episode.token_ids)) == ((), [1, 2], 0)
 
 
 @pytest.mark.parametrize(("observed", "budget"), [(1, 4), (3, 4), (4, 3), (6, 1)])
@@ -77,16 +95,8 @@ def test_a_turn_gets_its_limit_or_what_the_window_has_left(observed, budget):
     assert BEGUN.budget(SAMPLING, WINDOW) == 4
     first = drawn(BEGUN, 5, 5, reason="abort")
     assert first.budget(SAMPLING, WINDOW) == 2
-    second = drawn(first, 9).with_observation((6,) * observed, WINDOW)
+    second = drawn(first, 9).after(Observation((6,) * observed))
     assert second.budget(SAMPLING, WINDOW) == budget
     if budget > 1:
         longer = drawn(second, 5, reason="abort")
         assert longer.budget(SAMPLING, WINDOW) == budget - 1
-
-
-def test_an_observation_that_leaves_no_room_ends_the_episode_before_it():
-    said = drawn(BEGUN, 5, 5, 9)
-    for restarts, count in ((False, 7), (True, 12)):
-        assert said.with_observation((6,) * (count - 1), WINDOW, restarts=restarts).is_open
-        rollout = said.with_observation((6,) * count, WINDOW, restarts=restarts).rollout()
-        assert (rollout.finish_reason, rollout.turns) == ("length", (Turn(3, "stop"),))

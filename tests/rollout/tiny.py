@@ -1,6 +1,6 @@
 """The tiny model of the rollout tests, and prompts for it."""
 
-from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -9,9 +9,10 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.parallel.world import World
-from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
-from stable_opd_mcore.rollout.episodes import Episode
+from stable_opd_mcore.rollout.episodes import Episode, Observation
+from stable_opd_mcore.rollout.interaction import Interaction
 from tests.models import tiny
 
 VOCAB = 37  # odd: tensor parallelism pads it
@@ -30,29 +31,28 @@ def save_tiny(directory: Path) -> Path:
     return directory
 
 
-class TalkingEngine(EmbeddedEngine):
+class Talk(Interaction):
     """Observations of one to four tokens follow the first two turns; in odd samples the second one
     restarts."""
 
-    def _after_turns(self, episodes: Sequence[Episode]) -> list[Episode]:
-        return [each if each.is_open or each.is_ended else answered(each) for each in episodes]
+    def observe(self, episode: Episode, sampling: Sampling, step: int) -> Future[Observation]:
+        seen = Future[Observation]()
+        seen.set_result(self.answer(episode))
+        return seen
+
+    def answer(self, episode: Episode) -> Observation:
+        number = len(episode.turns)
+        if number in (0, 3):
+            return Observation(finish_reason="stop" if number else "abort", reward=1.0)
+        restarts = number == 2 and episode.sample_index % 2 == 1
+        return Observation((5, *range(int(episode.token_ids[-1]) % 4)), restarts)
 
 
-def answered(episode: Episode) -> Episode:
-    number, last = len(episode.turns), int(episode.token_ids[-1])
-    if number == 3:
-        return episode.ended("stop")
-    observed, restarts = (5, *range(last % 4)), number == 2 and episode.sample_index % 2 == 1
-    return episode.with_observation(observed, WINDOW, restarts=restarts)
-
-
-def build_engine(
-    path: Path, world: World, engine: type[EmbeddedEngine] = EmbeddedEngine, **options
-) -> EmbeddedEngine:
+def build_engine(path: Path, world: World, **options) -> EmbeddedEngine:
     chunks = build_model(read_architecture(path), world, trainable=True)
     load_hf(chunks, path)
     options = {"vocab_size": VOCAB} | options
-    return engine(chunks, world, decode, **options)
+    return EmbeddedEngine(chunks, world, decode, **options)
 
 
 def sample_in_pieces(engine: EmbeddedEngine, prompts, sampling, step: int) -> list[Rollout]:
@@ -69,11 +69,12 @@ def decode(ids) -> str:
     return " ".join(map(str, ids))
 
 
-def make_prompts(count: int, longest: int = 9) -> list[Prompt]:
+def make_prompts(count: int, longest: int = 9, environment: str | None = None) -> list[Prompt]:
     """Prompts of different lengths."""
     generator = torch.Generator().manual_seed(3)
     prompts = []
     for i in range(count):
         ids = torch.randint(0, VOCAB, (1 + (5 * i + 2) % longest,), generator=generator)
-        prompts.append(Prompt(f"set:{i}", f"problem {i}", tuple(ids.tolist())))
+        prompt = Prompt(f"set:{i}", f"problem {i}", tuple(ids.tolist()), environment=environment)
+        prompts.append(prompt)
     return prompts

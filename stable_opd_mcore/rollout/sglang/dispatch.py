@@ -1,9 +1,11 @@
 """One queue of requests to a fleet's servers: none of them lost or counted twice.
 
-Each turn of a response is a request. Lower steps are sent first; within a step the first responses
-to all prompts, then the second ones; among these in the order of submission. A request goes to the
-ready server that has the fewest responses in flight and may have one more; a server that has
-computed its prompt already is preferred a little.
+Each turn of an episode is a request. Lower steps are sent first; within a step the later turns of
+episodes that have begun, then the first responses to all prompts, then the second ones; among these
+in the order of submission. A request goes to the ready server that has the fewest requests in
+flight and may have one more; a server that has computed its context or prompt already is preferred
+a little. Between two turns no request is in flight: the environment is asked, which may go on over
+a pause, so a weight update waits for turns, not for episodes.
 
 `pause` ends what is in flight before weights change: it waits for the servers' last replies, or
 aborts their requests and keeps the tokens sampled so far. An aborted response continues after
@@ -34,7 +36,7 @@ from functools import partial
 from typing import NamedTuple
 
 from stable_opd_mcore.metrics import Mean, Metrics, Sum
-from stable_opd_mcore.rollout.episodes import Episode
+from stable_opd_mcore.rollout.episodes import Episode, Observation
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests
 from stable_opd_mcore.serving import timeouts
@@ -68,9 +70,10 @@ class Dispatcher:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._changed = threading.Condition()
-        self._queue: list[tuple[tuple[int, int, int], PromptRequests]] = []  # a heap
+        self._queue: list[tuple[tuple[int, bool, int, int], PromptRequests]] = []  # a heap
         self._num_submitted = 0
         self._num_running = 0  # requests in flight
+        self._num_observing = 0  # episodes whose environment is asked
         self._is_paused = False
         self._error: BaseException | None = None  # raised by `wait`
         # requests sent again since the last report, by event and member
@@ -86,13 +89,13 @@ class Dispatcher:
                 prompt.number = self._num_submitted
                 self._num_submitted += 1
                 for sample, episode in enumerate(prompt.episodes):
-                    if episode.is_open:
-                        self._enqueue(prompt, sample)
+                    if not episode.is_ended:
+                        self._continue(prompt, sample, episode)
             self._send()
 
     def wait(self, prompts: Sequence[PromptRequests]) -> None:
         """Return when all are done, or when nothing is in flight and no member is ready. Raises
-        RefusedRequest if a server refuses a request."""
+        RefusedRequest if a server refuses a request, and what an observation raises."""
         missing = list(prompts)
 
         def are_done() -> bool:
@@ -101,11 +104,15 @@ class Dispatcher:
             return not missing
 
         with self._changed:
-            self._changed.wait_for(lambda: self._error or not self._num_running or are_done())
+            self._changed.wait_for(lambda: self._error or self._is_idle or are_done())
             self._report()
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._num_running and not self._num_observing
 
     def hold(self) -> None:
         """Send nothing more."""
@@ -130,9 +137,12 @@ class Dispatcher:
             self._is_paused = False
             self._send()
 
-    def clear(self) -> None:
-        """Forget what is queued; called while paused."""
-        self._queue.clear()
+    def drop(self, prompts: Sequence[PromptRequests]) -> None:
+        """Forget these and what is queued; called while paused."""
+        with self._changed:
+            for prompt in prompts:
+                prompt.is_dropped = True
+            self._queue.clear()
 
     def close(self) -> None:
         """Send nothing more. What is in flight fails when the members' clients are closed."""
@@ -158,10 +168,10 @@ class Dispatcher:
             free = [m for m in members if m.state == "ready" and m.in_flight < m.max_in_flight]
             if not free:
                 return
-            (_, sample, _), prompt = heapq.heappop(self._queue)
-            known = prompt.member
+            (_, _, sample, _), prompt = heapq.heappop(self._queue)
+            known = prompt.known_by(sample)
             member = min(free, key=lambda m: m.in_flight - (_SPARED if m is known else 0))
-            prompt.member = known or member
+            prompt.member = prompt.member or member
             self._count(member, 1)
             self._request(_Sent(member, member.client, prompt, sample, 1))
 
@@ -186,27 +196,26 @@ class Dispatcher:
         self._fleet.progress()
         sent.member.has_answered = True
         before, episode = prompt.episodes[sample], prompt.extended(sample, piece)
-        if piece.has_tokens and not len(before.token_ids):
-            share = Mean(piece.cached_tokens, len(before.context))
-            self._metrics = self._metrics | Metrics({"engine/prefix_cached_share": share})
+        if piece.has_tokens:
+            prompt.last_members[sample] = sent.member
+            if not before.turns[-1].num_tokens:
+                share = Mean(piece.cached_tokens, len(before.context))
+                self._metrics = self._metrics | Metrics({"engine/prefix_cached_share": share})
         if episode.is_open:
             continued = Sum(len(episode.token_ids) > 0)
             self._metrics = self._metrics | Metrics({"engine/continued": continued})
         self._continue(prompt, sample, episode)
 
     def _continue(self, prompt: PromptRequests, sample: int, episode: Episode) -> None:
-        """Queue what a sample's turn lacks, or note that its episode has ended."""
+        """Queue what a sample's turn lacks, ask what follows it, or note that it has ended."""
         prompt.episodes[sample] = episode
         if episode.is_open:
             self._enqueue(prompt, sample)
-        elif not episode.is_ended:
-            self._after_turn(prompt, sample, episode)
+        elif episode.awaits_observation:
+            self._num_observing += 1
+            prompt.observe(episode).add_done_callback(partial(self._observed, prompt, sample))
         elif prompt.ask is not None:
             prompt.scores[sample] = prompt.ask(episode.rollout())
-
-    def _after_turn(self, prompt: PromptRequests, sample: int, episode: Episode) -> None:
-        """Continue with an observation, or end: without an environment each turn is the last."""
-        self._continue(prompt, sample, episode.ended())
 
     def _report(self) -> None:
         """Write down what was sent again since the last report."""
@@ -219,7 +228,19 @@ class Dispatcher:
                 self._fleet.events.add("retried", name, detail, count - 1)
         self._again.clear()
 
-    # ---- in the threads of replies and of failures
+    # ---- in the threads of observations, replies and failures
+
+    def _observed(self, prompt: PromptRequests, sample: int, answer: Future[Observation]) -> None:
+        with self._changed:
+            self._num_observing -= 1
+            try:
+                if not prompt.is_dropped:
+                    episode = prompt.episodes[sample].after(answer.result())
+                    self._continue(prompt, sample, episode)
+                    self._send()
+            except BaseException as error:  # raised again where the response is waited for
+                self._error = self._error or error
+            self._changed.notify_all()
 
     def _replied(self, sent: _Sent, reply: Future[Completion]) -> None:
         with self._changed:

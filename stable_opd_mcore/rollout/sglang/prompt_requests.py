@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.records import Rollout, SequenceScores
-from stable_opd_mcore.rollout.episodes import Episode
+from stable_opd_mcore.rollout.episodes import Episode, Observation
 from stable_opd_mcore.rollout.sglang.fleet import Member
 from stable_opd_mcore.serving.requests import Completion, Generation, Routing
 
 Ask = Callable[[Rollout], Sequence[Future[SequenceScores]]]  # one for each context
+Observe = Callable[[Episode], Future[Observation]]  # what follows its turn
 
 
 @dataclass(eq=False)
@@ -24,11 +25,15 @@ class PromptRequests:
     episodes: list[Episode]  # one a sample, as far as they are sampled
     step: int  # requests of a lower one are sent first
     window: int  # the most tokens that the student reads
+    observe: Observe
     ask: Ask | None = None  # asks a served teacher about an episode; None: nobody scores it
     # of the samples whose episodes have ended
     scores: dict[int, Sequence[Future[SequenceScores]]] = field(default_factory=dict)
     number: int = 0  # the order of submission
+    is_dropped: bool = False  # nobody waits for it any more
     member: Member | None = None  # the first one that computed the prompt
+    # by sample: the one that sampled its turn before, and has computed its context
+    last_members: dict[int, Member] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
@@ -38,9 +43,14 @@ class PromptRequests:
     def rollouts(self) -> list[Rollout]:
         return [episode.rollout() for episode in self.episodes]
 
-    def queue_key(self, sample: int) -> tuple[int, int, int]:
+    def queue_key(self, sample: int) -> tuple[int, bool, int, int]:
         """The place in the queue of a sample's request; no two requests have the same."""
-        return self.step, sample, self.number
+        is_first_turn = len(self.episodes[sample].turns) == 1
+        return self.step, is_first_turn, sample, self.number
+
+    def known_by(self, sample: int) -> Member | None:
+        """The server that has computed most of the sample's context."""
+        return self.last_members.get(sample, self.member)
 
     def next_request(self, sample: int) -> Generation:
         """What asks for the sample's next tokens."""

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch.nn import Module
@@ -42,6 +42,7 @@ from stable_opd_mcore.parallel.world import World, broadcast_object, gather_obje
 from stable_opd_mcore.records import Prompt, Rollout, Sampling, SequenceScores
 from stable_opd_mcore.rollout.engine import EngineLost, RolloutEngine, check_prompts
 from stable_opd_mcore.rollout.episodes import Episode
+from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
 from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests, routing_of
@@ -66,6 +67,7 @@ class SglangEngine(RolloutEngine):
     vocab_size: int  # the tokenizer's; larger ids are never sampled
     memory: DeviceMemory  # the trainer's parts on this rank's device, for colocated servers
     teacher: ServedTeacher | None = None  # scores the responses where the sampling says so
+    interaction: Interaction = field(default_factory=Interaction)  # answers the student's turns
 
     def __post_init__(self) -> None:
         self.weight_version = -1  # nothing is published yet
@@ -137,6 +139,7 @@ class SglangEngine(RolloutEngine):
                 [Episode.begin(prompt, sample, version) for sample in samples],
                 step,
                 self._architecture.max_positions,
+                partial(self.interaction.observe, sampling=sampling, step=step),
                 ask=partial(self._ask_teacher, step) if sampling.scored else None,
             )
             for prompt in prompts
@@ -188,7 +191,7 @@ class SglangEngine(RolloutEngine):
     def drop_ahead(self) -> None:
         """See `RolloutEngine.drop_ahead`. The next publish sends the weights at once."""
         with self._paused(abort=True):
-            self._dispatcher.clear()
+            self._dispatcher.drop([each for ahead in self._ahead.values() for each in ahead])
         self._ahead.clear()
         self._sent_version = -1
 

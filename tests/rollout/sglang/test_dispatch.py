@@ -17,7 +17,7 @@ import numpy as np
 from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.metrics import Sum
 from stable_opd_mcore.records import Prompt, Rollout, Sampling, Segment, SequenceScores
-from stable_opd_mcore.rollout.episodes import Episode
+from stable_opd_mcore.rollout.episodes import Episode, Observation
 from stable_opd_mcore.rollout.sglang import dispatch
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
@@ -119,6 +119,12 @@ def fleet_over(directory: Path, *clients: AbortableServer, **settings: Any) -> F
     return Fleet(members, EventLog(directory / "events.jsonl"), **settings)
 
 
+def known(observation: Observation) -> Future[Observation]:
+    answer = Future[Observation]()
+    answer.set_result(observation)
+    return answer
+
+
 def prompts_of(
     requests: Sequence[Generation],
     accept: Callable[[Member, Completion], bool] = lambda *_: True,
@@ -134,6 +140,7 @@ def prompts_of(
             ],
             step,
             WINDOW,
+            lambda episode: known(Observation(finish_reason=episode.turns[-1].finish_reason)),
         )
         for request in requests
     ]
@@ -172,23 +179,20 @@ def test_aborted_responses_go_on_from_their_tokens_over_two_publishes(tmp_path):
     dispatcher.close()
 
 
-class TalkingDispatcher(Dispatcher):
+def talked(episode: Episode) -> Future[Observation]:
     """An observation begins a second turn, and another one a third in a context of its own."""
-
-    def _after_turn(self, prompt: PromptRequests, sample: int, episode: Episode) -> None:
-        number = len(episode.turns)
-        if number == 3:
-            episode = episode.ended("stop")
-        else:
-            episode = episode.with_observation((8,) * number, WINDOW, restarts=number == 2)
-        self._continue(prompt, sample, episode)
+    number = len(episode.turns)
+    if number == 3:
+        return known(Observation(finish_reason="stop"))
+    return known(Observation((8,) * number, restarts=number == 2))
 
 
 def test_every_request_asks_for_the_next_token_of_a_sample(tmp_path):
     """Over turns, aborts and publishes; every turn has a budget of its own."""
     client = AbortableServer()
-    dispatcher = TalkingDispatcher(fleet_over(tmp_path, client))
+    dispatcher = Dispatcher(fleet_over(tmp_path, client))
     (prompt,) = prompts_of([request(max_new_tokens=5, num_samples=2)])
+    prompt.observe = talked
     dispatcher.submit([prompt])
     for version in range(1, 6):
         client.await_requests(2 * version)

@@ -142,7 +142,7 @@ def test_a_missing_tensor_is_named(chunks, tmp_path):
 
 @pytest.mark.parametrize("step", ["group", "broadcast"])
 def test_the_sender_does_not_wait_for_a_server_that_refused(chunks, monkeypatch, step):
-    """All members' time-outs are 60 s; the one that joins the group is free again at once.
+    """All members' time-outs are ten minutes; the one that joins the group is free again at once.
 
     The refusal of a group arrives before the sender's own thread has begun to join.
     """
@@ -152,11 +152,11 @@ def test_the_sender_does_not_wait_for_a_server_that_refused(chunks, monkeypatch,
         return join_group(*arguments)
 
     monkeypatch.setattr(group, "join_group", join_late)
-    transport = DistributedTransport(60.0, "gloo")
+    transport = DistributedTransport(600.0, "gloo")
     with receiver(FIELDS) as receives, receiver(FIELDS, fault=f"refuses {step}") as refuses:
         began = time.monotonic()
         outcome = publish(chunks, transport, [receives, refuses], 0)
-        assert time.monotonic() - began < 40
+        assert time.monotonic() - began < 400
         assert outcome.failed["receiver_1"].endswith("refused")
         assert outcome.verified == ()
         assert publish(chunks, transport, [receives], 1).verified == ("receiver_0",)

@@ -15,7 +15,7 @@ from stable_opd_mcore.data.samples import golden_samples, rollout_samples
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Sample
-from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
+from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.serving.process import free_port
 from stable_opd_mcore.serving.requests import Completion, Generation
 from stable_opd_mcore.serving.teacher import TeacherLost
@@ -23,7 +23,7 @@ from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.samples import collecting
 from stable_opd_mcore.train.samples.served_scores import begin_scoring
 from tests.parallel.launch import run_ranks
-from tests.rollout.sglang.test_dispatch import TalkingDispatcher
+from tests.rollout.sglang.test_dispatch import talked
 from tests.rollout.sglang.test_sglang_engine import engine_of
 from tests.serving.fake_teacher import fake_teacher
 from tests.serving.test_teacher import served_by
@@ -103,7 +103,7 @@ def test_a_served_teacher_is_asked_before_the_last_response_ends(run, tmp_path):
 
 def test_each_context_of_an_episode_is_a_request(run, tmp_path, monkeypatch):
     """The second turn continues the context of the first, the third begins another."""
-    monkeypatch.setattr(Dispatcher, "_after_turn", TalkingDispatcher._after_turn)
+    monkeypatch.setattr(Interaction, "observe", lambda _, episode, **__: talked(episode))
     prompts = run.prompts.select(range(2))
     server = HeldBack(prompts[-1])
     server.may_end.set()
