@@ -176,6 +176,15 @@ class Tokenizer:
         match = self.control_tokens.search(text) if self.control_tokens else None
         return match.group() if match else None
 
+    def neutralised(self, text: str) -> tuple[str, int]:
+        """Foreign text with a space inside each control token, and the number of them."""
+        text = text.encode(errors="replace").decode()  # half a character cannot be encoded
+        number = 0
+        while token := self.control_token_in(text):
+            number += text.count(token)
+            text = text.replace(token, f"{token[:1]} {token[1:]}" if len(token) > 1 else " ")
+        return text, number
+
     def encode(self, text: str) -> list[int]:
         return self.encode_many([text])[0]
 

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from stable_opd_mcore.errors import DataError
 
-Message = Mapping[str, str]  # role and content
+# role and content; an assistant's may have tool_calls, and then its content may be None
+Message = Mapping[str, Any]
 _ROLES = ("system", "user", "assistant")
 
 

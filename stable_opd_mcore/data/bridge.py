@@ -1,0 +1,165 @@
+"""What stands between two turns of the student, as the chat template writes it.
+
+What the student sampled is never decoded and encoded again. The text that follows it is cut from a
+rendering of new messages after a turn whose text is a mark, and is encoded alone: an added token
+begins it, and there a tokenizer splits anyway. `append` thus keeps all that the student said, also
+where the template's own history would not (R1 and Qwen3 delete thoughts). `render` writes the whole
+history anew, as a server does, and says whether it extends what the student has read and sampled.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from os.path import commonprefix
+
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.messages import Message
+from stable_opd_mcore.errors import DataError
+
+_MARK, _NEW = "text-of-the-turn", "text-of-the-new-message"
+_USER: Message = {"role": "user", "content": "1+1?"}
+_SAID: Message = {"role": "assistant", "content": "2"}
+_SYSTEM: Message = {"role": "system", "content": "Add."}
+_BEFORE_MARK = ("", "<think>\n1\n</think>\n\n", "Hm. ")  # templates look into an assistant's text
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the student reads before its next turn."""
+
+    token_ids: tuple[int, ...]
+    text: str  # that was encoded; `append` encodes the end of the turn before, too
+    num_neutralised: int  # control tokens that foreign text contained
+    restarts: bool = False  # token_ids are a whole context, which does not extend the one before
+
+
+class Bridge:
+    """Puts messages between the turns of a student with this tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._refusals: dict[str, str | None] = {}
+
+    def append(self, messages: Sequence[Message], last_token: int) -> Observed:
+        """The end of a turn whose last token is `last_token`, the messages after it, and the
+        generation prompt. If the student sampled the turn's end itself, it is not repeated.
+
+        Raises:
+            DataError: a role that `refusal` names, or a template that fails on these messages.
+        """
+        for message in messages:
+            if reason := self.refusal(message["role"]):
+                raise DataError(reason)
+        cleaned, number = self._neutralised(messages)
+        text = self._after_mark([_USER], cleaned)
+        ids = tuple(self._tokenizer.encode(text))
+        end = next(place for place, token in enumerate(ids) if token in self._tokenizer.added_ids)
+        return Observed(ids[end + 1 :] if ids[end] == last_token else ids, text, number)
+
+    def render(self, messages: Sequence[Message], context_ids: Sequence[int]) -> Observed:
+        """A whole conversation as the chat template writes it, with the generation prompt: what it
+        adds to `context_ids`, or all of it where it does not begin with them.
+        """
+        cleaned, number = self._neutralised(messages)
+        text = self._tokenizer.render(cleaned, generation_prompt=True)
+        ids, length = tuple(self._tokenizer.encode(text)), len(context_ids)
+        extends = ids[:length] == tuple(context_ids)
+        return Observed(ids[length:] if extends else ids, text, number, restarts=not extends)
+
+    def said(self, turn: Message) -> str:
+        """What an assistant says in a turn, its tool calls as the chat template writes them.
+
+        Raises:
+            DataError: the template does not write them after a text.
+        """
+        text, calls = turn["content"] or "", turn.get("tool_calls")
+        if not calls:
+            return text
+        end = self._after_mark([_USER], [_USER])
+        written = self._after_mark([_USER], [_USER], tool_calls=calls)
+        if written == end or not written.endswith(end):
+            raise DataError(
+                f"{self._tokenizer.path}: its chat template does not write tool calls after a "
+                "text; write them into the content of the message"
+            )
+        written = written.removesuffix(end)
+        return text + written if text else written.lstrip("\n")
+
+    def refusal(self, role: str) -> str | None:
+        """Why messages of this role cannot follow a turn of the student; None: they can."""
+        if role not in self._refusals:
+            self._refusals[role] = self._find_refusal(role)
+        return self._refusals[role]
+
+    def _find_refusal(self, role: str) -> str | None:
+        try:
+            reason = self._problem(role)
+        except DataError as error:
+            reason = str(error)
+        if reason is None:
+            return None
+        remedy = "save another chat template there" if role == "user" else "make it a user message"
+        return (
+            f"{self._tokenizer.path}: a {role} message cannot follow a turn of the assistant: "
+            f"{reason}; {remedy}"
+        )
+
+    def _problem(self, role: str) -> str | None:
+        """Compare what the template writes around a message after several histories and turns."""
+        if role not in ("user", "tool"):
+            return "only user and tool messages can"
+        if not self._tokenizer.has_template:
+            return "there is no chat template"
+        new: Message = {"role": role, "content": _NEW}
+        histories = [[_USER], [_USER, _SAID, new], [_USER, _SAID, new, _SAID, _USER]]
+        with suppress(DataError):  # many templates take no system message
+            self._tokenizer.render([_SYSTEM, _USER])
+            histories.append([_SYSTEM, _USER])
+        texts = {
+            self._after_mark(history, [new], said=said + _MARK)
+            for history in histories
+            for said in _BEFORE_MARK
+        }
+        if len(texts) > 1:
+            return "what the chat template writes for it depends on the turns before it"
+        (text,) = texts
+        prompt = self._tokenizer.render([_USER], generation_prompt=True)
+        # Some templates write EOS in place of a generation prompt (Phi-4-mini).
+        opening = prompt[len(commonprefix((prompt, self._tokenizer.render([_USER])))) :]  # noqa: RUF071
+        if _NEW not in text or not text.endswith(opening):
+            return "the chat template does not write it with a generation prompt after it"
+        # White space before the end of a turn is the student's to sample (Nemotron-Nano-v2).
+        first = self._tokenizer.encode(text.partition(_NEW)[0].lstrip())[:1]
+        if self._tokenizer.added_ids.isdisjoint(first):
+            return f"no token of its own begins what the chat template writes, {text!r:.40}"
+        return None
+
+    def _after_mark(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        said: str = _MARK,
+        **more: object,
+    ) -> str:
+        """What the template writes after an assistant's text: the end of the turn, `new` and a
+        generation prompt. `more` are further keys of the assistant's message.
+        """
+        turn = {"role": "assistant", "content": said, **more}
+        text = self._tokenizer.render([*history, turn, *new], generation_prompt=True)
+        _, mark, after = text.partition(_MARK)
+        if not mark:
+            raise DataError(
+                f"{self._tokenizer.path}: its chat template does not write the assistant's text"
+            )
+        return after
+
+    def _neutralised(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
+        """The messages without control tokens in foreign text, and how many were there."""
+        cleaned: list[Message] = []
+        total = 0
+        for message in messages:
+            if message["role"] != "assistant":
+                text, number = self._tokenizer.neutralised(message["content"])
+                message, total = {**message, "content": text}, total + number
+            cleaned.append(message)
+        return cleaned, total

@@ -1,0 +1,219 @@
+"""What stands between two turns: five published templates, foreign text, and refusals."""
+
+import random
+import unicodedata
+from functools import cache
+
+import pytest
+
+from stable_opd_mcore.data.bridge import Bridge
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.errors import DataError
+from tests.checks.directories import TEMPLATE, write_model
+from tests.data.real_tokenizers import MATH, QWEN3, QWEN25, R1, THINKING, real_tokenizer
+
+QWEN_USER = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+QWEN_TOOL = QWEN_USER.format("<tool_response>\n{}\n</tool_response>")
+R1_USER = "<\uff5cend\u2581of\u2581sentence\uff5c><\uff5cUser\uff5c>{}<\uff5cAssistant\uff5c>"
+NO_THOUGHT = {"enable_thinking": False}
+WRITTEN = [  # the template, its arguments, a role, and what stands between two turns
+    *((name, {}, "user", QWEN_USER) for name in (MATH, QWEN25, QWEN3)),
+    *((name, {}, "tool", QWEN_TOOL) for name in (MATH, QWEN25, QWEN3)),
+    (QWEN3, NO_THOUGHT, "user", QWEN_USER + "<think>\n\n</think>\n\n"),
+    (QWEN3, NO_THOUGHT, "tool", QWEN_TOOL + "<think>\n\n</think>\n\n"),
+    (THINKING, {}, "user", QWEN_USER + "<think>\n"),
+    (THINKING, {}, "tool", QWEN_TOOL + "<think>\n"),
+    (R1, {}, "user", R1_USER),
+]
+KINDS = pytest.mark.parametrize(("name", "kwargs", "role", "written"), WRITTEN)
+SYSTEM, ASK = {"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}
+THOUGHTS = [
+    {"role": "assistant", "content": f"<think>\nHm, {n}.\n</think>\n\nIt is {n}."} for n in (2, 3)
+]
+
+
+@cache
+def control_tokens(tokenizer):
+    names = {token: tokenizer.pieces([token])[0] for token in sorted(tokenizer.added_ids)}
+    return {token: name for token, name in names.items() if tokenizer.control_token_in(name)}
+
+
+def control_ids(tokenizer, token_ids):
+    return [token for token in token_ids if token in control_tokens(tokenizer)]
+
+
+@KINDS
+def test_a_bridge_is_what_the_template_writes_less_what_was_sampled(name, kwargs, role, written):
+    tokenizer = real_tokenizer(name, **kwargs)
+    bridge, new = Bridge(tokenizer), {"role": role, "content": " It is 3.\n"}
+    whole = tuple(tokenizer.encode(written.format(" It is 3.\n")))
+    other_stop, cut = 151647 if name == R1 else 151643, tokenizer.encode("so")[0]
+    sampled_end = bridge.append([new], tokenizer.turn_end_id)
+    assert sampled_end.token_ids == whole[1:]
+    for last in (other_stop, cut):
+        observed = bridge.append([new], last)
+        assert observed.token_ids == whole
+        assert (observed.num_neutralised, observed.restarts) == (0, False)
+    two = bridge.append([new, new], tokenizer.turn_end_id)
+    assert two.text.count(" It is 3.\n") == 2
+    assert bridge.refusal(role) is None
+
+
+@KINDS
+def test_only_the_assistants_text_differs_from_the_templates_own_history(
+    name, kwargs, role, written
+):
+    tokenizer = real_tokenizer(name, **kwargs)
+    bridge = Bridge(tokenizer)
+    for system in ([], [SYSTEM]):
+        history = [*system, ASK]
+        context = tokenizer.encode(tokenizer.render_turns(history))
+        for number, turn in enumerate(THOUGHTS):
+            said = [*tokenizer.encode(turn["content"]), tokenizer.turn_end_id]
+            new = [{"role": role, "content": f"So {number}?"}] * (1 + number * (role == "tool"))
+            observed = bridge.append(new, said[-1])
+            context += [*said, *observed.token_ids]
+            history += [turn, *new]
+            text = tokenizer.render_turns(history)
+            assert text.rpartition(turn["content"][-9:])[2] == observed.text
+            assert control_ids(tokenizer, tokenizer.encode(text)) == control_ids(tokenizer, context)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "thought", "extends"),
+    [
+        (MATH, {}, True, True),
+        (QWEN25, {}, True, True),
+        (QWEN3, {}, True, False),
+        (QWEN3, {}, False, True),
+        (QWEN3, NO_THOUGHT, False, False),
+        (THINKING, {}, False, False),
+        (R1, {}, True, False),
+        (R1, {}, False, True),
+    ],
+)
+def test_a_rendered_history_extends_the_context_or_starts_anew(name, kwargs, thought, extends):
+    tokenizer = real_tokenizer(name, **kwargs)
+    bridge, new = Bridge(tokenizer), {"role": "user", "content": "So?"}
+    turn = THOUGHTS[0] if thought else {"role": "assistant", "content": "It is 2."}
+    prompt = tokenizer.encode(tokenizer.render_turns([ASK]))
+    said = [*tokenizer.encode(turn["content"]), tokenizer.turn_end_id]
+    observed = bridge.render([ASK, turn, new], prompt + said)
+    assert observed.restarts is not extends
+    if extends:
+        assert observed.token_ids == bridge.append([new], said[-1]).token_ids
+    else:
+        whole = tokenizer.encode(tokenizer.render_turns([ASK, turn, new]))
+        assert observed.token_ids == tuple(whole)
+    truncated = bridge.render([ASK, turn, new], prompt + said[:-1])
+    assert truncated.restarts is not extends  # the end of the turn is observed then
+    assert bridge.render([ASK, turn, new], [*prompt, *said[:-1], 9]).restarts
+
+
+@KINDS
+def test_foreign_text_never_ends_its_message(name, kwargs, role, written):
+    tokenizer = real_tokenizer(name, **kwargs)
+    bridge, generator = Bridge(tokenizer), random.Random(name + role)
+    names = list(control_tokens(tokenizer).values())
+    pieces = [*names, "<", "|>", "\uff5c", " ", "\n", "\n\n", "7", "It", "\u00e9", "e\u0301"]
+    pieces += ["\U0001f389", "\x00", "text-of-the-turn", "</think>", "{{ 1 }}", "\ud800"]
+    before = tokenizer.render_turns([ASK]) + "It is 2."
+    expected = control_ids(tokenizer, tokenizer.encode(written.format("x")))
+    for _ in range(150):
+        text = "".join(generator.choices(pieces, k=generator.randrange(1, 9)))
+        observed = bridge.append([{"role": role, "content": text}], 0)
+        assert control_ids(tokenizer, observed.token_ids) == expected
+        assert observed.num_neutralised >= sum(map(text.count, names))
+        assert bool(observed.num_neutralised) is bool(tokenizer.control_token_in(text))
+        joined = tokenizer.encode(before + observed.text)  # encoded alone as in its context
+        assert joined == [*tokenizer.encode(before), *observed.token_ids]
+        read = "".join(tokenizer.pieces(observed.token_ids))
+        assert read == unicodedata.normalize("NFC", observed.text)
+        if not observed.num_neutralised:
+            assert observed.text == written.format(text.replace("\ud800", "?"))
+    clean = {"role": role, "content": names[0][:1] + " " + names[0][1:]}
+    hostile = {"role": role, "content": names[0]}
+    assert bridge.append([hostile], 0).token_ids == bridge.append([clean], 0).token_ids
+    rendered = bridge.render([{"role": "user", "content": names[0]}], [])
+    assert (rendered.num_neutralised, rendered.restarts) == (1, False)
+
+
+def test_a_role_whose_bridge_depends_on_the_history_is_refused_by_name():
+    bridge = Bridge(real_tokenizer(R1))
+    tool = {"role": "tool", "content": "4"}
+    with pytest.raises(
+        DataError, match=r"R1.*a tool message cannot follow .* depends on the turns"
+    ):
+        bridge.append([tool], 1)
+    assert "make it a user message" in bridge.refusal("tool")
+    assert "only user and tool messages can" in bridge.refusal("system")
+
+
+def raising(condition):
+    return TEMPLATE.replace("{% for", f"{{{{ raise_exception('No!') if {condition} }}}}{{% for", 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "reason"),
+    [
+        (TEMPLATE, "user", None),
+        (TEMPLATE, "tool", None),
+        (TEMPLATE.replace("<|im_end|>\n", ""), "user", None),
+        (TEMPLATE.replace("{% endif", "{% else %}<|endoftext|>{% endif"), "user", None),
+        (raising("messages[0].role == 'system'"), "user", None),
+        (raising("messages[-1].role == 'tool'"), "tool", "No!"),
+        (None, "user", "there is no chat template; save another chat template there"),
+        (TEMPLATE.replace("<|im_end|>", ""), "user", None),
+        (TEMPLATE.replace("<|im_end|>", "."), "user", "no token of its own begins"),
+        (
+            TEMPLATE.replace("messages %}", "messages if message.role != 'tool' %}"),
+            "tool",
+            "not wr",
+        ),
+        (
+            TEMPLATE.replace("message['content']", "message['content'][-9:]"),
+            "user",
+            "write the ass",
+        ),
+        (TEMPLATE.replace("['role'] }}", "['role'] }}{{ loop.index }}"), "user", "depends on"),
+        (
+            TEMPLATE.replace("{% if ", "{% if messages[-1].role == 'user' and "),
+            "tool",
+            "with a gen",
+        ),
+    ],
+)
+def test_a_template_that_has_no_bridge_is_refused_with_the_reason(tmp_path, template, role, reason):
+    bridge = Bridge(Tokenizer.load(write_model(tmp_path, template=template)))
+    found = bridge.refusal(role)
+    assert found is None if reason is None else reason in found
+
+
+def test_white_space_before_the_end_of_a_turn_is_not_repeated(tmp_path):
+    template = TEMPLATE.replace("<|im_end|>", "\n<|im_end|>")
+    tokenizer = Tokenizer.load(write_model(tmp_path, template=template))
+    bridge, end = Bridge(tokenizer), tokenizer.turn_end_id
+    after = "\n<|im_start|>user\nSo?\n<|im_end|>\n<|im_start|>assistant\n"
+    for last, text in ((end, after), (65, "\n<|im_end|>" + after)):
+        observed = bridge.append([{"role": "user", "content": "So?"}], last)
+        assert list(observed.token_ids) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("name", [MATH, QWEN25, QWEN3, THINKING])
+def test_tool_calls_are_the_templates_text(name):
+    bridge = Bridge(real_tokenizer(name))
+    call = {"function": {"name": "add", "arguments": {"a": 1, "b": "\u00e9"}}}
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "\u00e9"}}\n</tool_call>'
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert bridge.said(turn) == written
+    assert bridge.said({**turn, "content": "I add."}) == f"I add.\n{written}"
+    assert bridge.said({**turn, "tool_calls": [call, call]}) == f"{written}\n{written}"
+    whole = real_tokenizer(name).render([ASK, turn])
+    assert whole.endswith(f"{written}<|im_end|>\n")
+
+
+def test_tool_calls_that_a_template_drops_are_refused():
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    turn = {"role": "assistant", "content": "I add.", "tool_calls": [call]}
+    with pytest.raises(DataError, match=r"R1.*does not write tool calls after a text; write them"):
+        Bridge(real_tokenizer(R1)).said(turn)
