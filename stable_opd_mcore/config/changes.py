@@ -1,6 +1,6 @@
 """What differs between the settings of a run directory and those it is resumed with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from stable_opd_mcore.config.load import read_mapping, unescaped
 from stable_opd_mcore.config.removed import is_in, without_removed
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.config.section import Section
 
 # Keys and sections that may differ when a run is resumed: how long, where, how fast, how watched.
 FREE = (
@@ -40,9 +41,11 @@ def read_settings(path: Path) -> dict[str, Any]:
 def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
     """Key -> (old value, new value) of every setting that differs and is not FREE.
 
+    A setting that is not in `old`, because its run began before there was one, has its default.
     train.steps is free while the learning rate does not depend on it (optimizer.schedule=constant),
     and the guard while it only watches.
     """
+    old = _with_defaults(old, new)
     differences = _differences(old, new.model_dump(mode="json", by_alias=True), "")
     free = [key for key in FREE if key != "train.steps" or new.optimizer.schedule == "constant"]
     old_guard = old.get("guard", {})
@@ -61,6 +64,29 @@ def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _with_defaults(old: Any, new: Any) -> Any:
+    """The old values, with the default of each setting that a section of `new` has and they lack.
+
+    Lists of sections of another length differ as a whole, so they stay as they are.
+    """
+    if isinstance(old, list) and isinstance(new, list | tuple):
+        entries, sections = cast("list[Any]", old), cast("Sequence[Any]", new)
+        if len(entries) == len(sections):
+            return list(map(_with_defaults, entries, sections))
+    if not (isinstance(old, Mapping) and isinstance(new, Section)):
+        return cast("Any", old)
+    values = dict(cast("Mapping[str, Any]", old))
+    lacking: dict[str, Any] = {}
+    for name, field in type(new).model_fields.items():
+        key = field.alias or name
+        if key in values:
+            values[key] = _with_defaults(values[key], getattr(new, name))
+        elif not field.is_required():
+            lacking[name] = field.get_default(call_default_factory=True)
+    defaults = new.model_copy(update=lacking)
+    return values | defaults.model_dump(mode="json", by_alias=True, include=set(lacking))
 
 
 def _differences(

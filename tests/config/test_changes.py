@@ -1,6 +1,7 @@
 """The settings that differ between a stored run and a config, without those that may change."""
 
 import pytest
+import yaml
 
 from stable_opd_mcore.config.changes import FREE, changes, read_settings
 from stable_opd_mcore.config.load import load_config, save_config
@@ -58,6 +59,22 @@ def test_a_stored_setting_that_is_gone_counts_only_where_a_resume_compares_it(tm
     stored.write_text(text.replace("  beta2: ", "  beta1: 0.8\n  beta2: "))
     with pytest.raises(ConfigError, match=r"optimizer\.beta1=0\.8 is gone; drop it"):
         read_settings(stored)
+
+
+@pytest.mark.parametrize("sources", [(), ["data.train=[{path: a, weight: 1}, {path: b}]"]])
+def test_a_setting_that_a_stored_run_lacks_has_its_default(tmp_path, sources):
+    config = load_config(SMOKE, sources)
+    stored = config.model_dump(mode="json", by_alias=True)
+    train = stored["data"]["train"]
+    for source in train if sources else [train]:
+        del source["columns"]["answer"], source["limit"]
+    del stored["mixture"], stored["kl"]["beta"], stored["train"]["seed"], stored["objective"]
+    path = tmp_path / "config.resolved.yaml"
+    path.write_text(yaml.safe_dump(stored))
+    found = {"kl.beta": (0.0, 0.1), "mixture.lambda": (0.0, 1.0)}
+    assert changes(read_settings(path), config) == found
+    other = load_config(SMOKE, [*sources, "data.train={path: a}", "train.seed=1"])
+    assert changes(read_settings(path), other).keys() >= {*found, "train.seed"}
 
 
 @pytest.mark.parametrize(
