@@ -93,6 +93,8 @@ class Prompt:
     environment: str | None = field(default=None, compare=False)
     # The messages that token_ids render, where an environment answers; else none
     messages: Sequence[Mapping[str, str]] = field(default=(), compare=False, repr=False)
+    # Tokens of the golden turns, of which every other one is observed; (): golden_token_ids are one
+    golden_turn_tokens: tuple[int, ...] = field(default=(), compare=False)
 
 
 class _WithArrays:

@@ -41,6 +41,18 @@ class ColumnsConfig(Section):
     """The golden solution; `null`: the data has none."""
     messages: str | None = None
     """A conversation in OpenAI's form, in place of `problem`: docs/data.md. `null`: none."""
+    golden: Literal["last", "all"] = "last"
+    """No column: the turns of `messages` that are golden, the assistant's last one or all of
+    them."""
+
+    @model_validator(mode="after")
+    def _has_turns(self) -> Self:
+        if self.golden == "all" and self.messages is None:
+            raise ValueError(
+                "golden=all without messages: only a conversation has several golden turns; set "
+                "messages to its column, or golden=last"
+            )
+        return self
 
 
 class SourceConfig(Section):

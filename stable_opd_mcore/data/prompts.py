@@ -3,15 +3,19 @@
 The order is a function of (seed, slot), so a checkpoint stores only the number of used slots.
 """
 
+import json
 import logging
 from collections.abc import Callable, Sequence
+from itertools import chain, groupby
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stable_opd_mcore.config.schema import DataConfig
+from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer, opens_thinking
+from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import is_bare_answer
 from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
@@ -108,9 +112,10 @@ class PromptSet:
         """
         self.window, self._max_new_tokens = window, max_new_tokens
         self.teacher = teacher
-        texts = [_prompt_text(row, tokenizer, config) for row in rows]
+        bridge = Bridge(tokenizer)
+        texts = [_prompt_text(row, tokenizer, config, bridge) for row in rows]
         prompts = tokenizer.encode_many(texts)
-        goldens = _encode_golden(rows, texts, tokenizer, golden)
+        goldens = _encode_golden(rows, texts, tokenizer, golden, bridge)
         own = [] if teacher is None else teacher.encode(rows)
         kept: list[int] = []
         for index, row in enumerate(rows):
@@ -120,7 +125,7 @@ class PromptSet:
                     f"{row.row_id}: the chat template renders its prompt to no tokens; fix the "
                     "template or drop the row"
                 )
-            num_golden = len(goldens[index])
+            num_golden = sum(map(len, goldens[index]))
             problem = self._length_problem(len(prompts[index]), num_golden, window)
             if problem is None and teacher is not None and teacher.window is not None:
                 lengths = len(own[index]), num_golden, teacher.window
@@ -142,7 +147,8 @@ class PromptSet:
         self._opens_thinking = [opens_thinking(texts[index]) for index in kept]
         # 4 bytes a token: golden solutions may hold 10^8 tokens.
         self._prompts = [np.array(prompts[index], np.int32) for index in kept]
-        self._goldens = [np.array(goldens[index], np.int32) for index in kept]
+        self._goldens = [np.array([*chain(*goldens[index])], np.int32) for index in kept]
+        self._golden_turns = [tuple(map(len, goldens[index])) for index in kept]
         self._teacher_prompts = [np.array(own[index], np.int32) for index in kept if own]
 
     def __len__(self) -> int:
@@ -161,6 +167,7 @@ class PromptSet:
             opens_thinking=self._opens_thinking[index],
             columns=row.columns,
             teacher_token_ids=own,
+            golden_turn_tokens=self._golden_turns[index],
         )
 
     def problems(self) -> list[str]:
@@ -180,8 +187,8 @@ class PromptSet:
         return list(map(len, self._teacher_prompts))
 
     def golden_lengths(self) -> list[int]:
-        """Tokens of every golden solution; 0 for a row without one."""
-        return list(map(len, self._goldens))
+        """Tokens of every golden solution, of its longest turn; 0 for a row without one."""
+        return [max(turns[::2], default=0) for turns in self._golden_turns]
 
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts of these rows, in this order."""
@@ -204,25 +211,36 @@ class PromptSet:
         return None
 
 
-def _prompt_text(row: Row, tokenizer: Tokenizer, config: DataConfig) -> str:
+def _prompt_text(row: Row, tokenizer: Tokenizer, config: DataConfig, bridge: Bridge) -> str:
     system = config.system_prompt
     if not row.messages:
         return tokenizer.render_prompt(row.problem, config.prompt_template, system)
     try:
+        for message in row.messages:
+            if "tool_calls" in message:  # else a template that ignores them would do so silently
+                bridge.said(message)
         return tokenizer.render_turns(row.messages, system)
     except DataError as error:  # many templates refuse some orders of turns
         raise DataError(f"{row.row_id}: {error}") from error
 
 
 def _encode_golden(
-    rows: Sequence[Row], prompt_texts: Sequence[str], tokenizer: Tokenizer, golden: str
-) -> list[list[int]]:
-    """The ids of every golden solution; [] for a row without one, and for all rows if "none"."""
+    rows: Sequence[Row],
+    prompt_texts: Sequence[str],
+    tokenizer: Tokenizer,
+    golden: str,
+    bridge: Bridge,
+) -> list[list[Sequence[int]]]:
+    """The ids of each row's golden turns, every other one observed by the assistant; [] for a row
+    without a golden solution, and for all rows if "none".
+    """
     if golden == "none":
         return [[] for _ in rows]
-    texts: list[str] = []
+    stop = tokenizer.stop_token_ids[:1]
+    parts_of: list[list[tuple[Sequence[int], str]]] = []
     for row, prompt_text in zip(rows, prompt_texts, strict=True):
-        if golden == "required" and not row.solution:
+        turns = _golden_turns(row)
+        if golden == "required" and not turns:
             raise DataError(
                 f"{row.row_id}: no golden solution, which sft and mixture.lambda > 0 train on; "
                 "set data.train.columns.solution, or mixture.lambda=0"
@@ -233,19 +251,53 @@ def _encode_golden(
                 "set data.*.columns.solution to a column of worked solutions, or to null without "
                 "sft and with mixture.lambda=0"
             )
-        texts.append(tokenizer.response_text(row.solution, prompt_text) if row.solution else "")
-    stop = tokenizer.stop_token_ids[:1]
-    encoded = zip(rows, tokenizer.encode_many(texts), strict=True)
-    return [[*ids, *stop] if row.solution else ids for row, ids in encoded]
+        try:
+            parts_of.append(_golden_parts(turns, prompt_text, tokenizer, bridge))
+        except DataError as error:
+            raise DataError(f"{row.row_id}: {error}") from error
+    said = iter(tokenizer.encode_many([text for parts in parts_of for _, text in parts]))
+    goldens: list[list[Sequence[int]]] = []
+    for parts in parts_of:
+        ids = chain(*((observed, [*next(said), *stop]) for observed, _ in parts))
+        goldens.append([*ids][1:])  # the prompt stands before the first turn
+    return goldens
+
+
+def _golden_turns(row: Row) -> tuple[Message, ...]:
+    if row.golden_turns or not row.solution:
+        return row.golden_turns
+    return ({"role": "assistant", "content": row.solution},)
+
+
+def _golden_parts(
+    turns: Sequence[Message], prompt_text: str, tokenizer: Tokenizer, bridge: Bridge
+) -> list[tuple[Sequence[int], str]]:
+    """What the assistant observes before each of its turns, as ids, and its text: what a student
+    would read that sampled these texts.
+    """
+    parts: list[tuple[Sequence[int], str]] = []
+    observed: Sequence[int] = ()
+    for of_assistant, group in groupby(turns, lambda turn: turn["role"] == "assistant"):
+        if of_assistant:
+            (turn,) = group
+            parts.append((observed, tokenizer.response_text(bridge.said(turn), prompt_text)))
+        else:
+            between = bridge.append(list(group), tokenizer.stop_token_ids[0])
+            observed, prompt_text = between.token_ids, between.text
+    return parts
 
 
 def _refuse_control_tokens(row: Row, tokenizer: Tokenizer, golden: str) -> None:
     """Refuse text that would be encoded as a control token: in a problem it ends the user's turn
     inside the prompt; in a golden solution it teaches the student to stop early.
     """
-    solution = row.solution or "" if golden != "none" else ""
+    turns = () if golden == "none" else _golden_turns(row)
+    solution = "\n".join(each["content"] or "" for each in turns)
     system = next((each["content"] for each in row.messages if each["role"] == "system"), "")
+    calls = [each["tool_calls"] for each in (*row.messages, *turns) if "tool_calls" in each]
     texts = {"problem": row.problem, "solution": solution, "system message": system}
+    if calls:
+        texts["tool calls"] = json.dumps(calls, ensure_ascii=False, default=str)
     for role, text in texts.items():
         token = tokenizer.control_token_in(text)
         if token is not None:

@@ -18,5 +18,8 @@ class Row:
     solution: str | None = None  # golden response as text, without its stop token
     answer_format: AnswerFormat = "boxed"
     messages: tuple[Message, ...] = ()  # the prompt's turns; empty: the problem is the one turn
+    # The assistant's turns and what it answers between them, where `solution` cannot hold them;
+    # empty: the solution is the one golden turn
+    golden_turns: tuple[Message, ...] = ()
     # Columns by name, where something reads them: a user's reward (all of them), teacher.prompt
     columns: Mapping[str, Any] | None = None

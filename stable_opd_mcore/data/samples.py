@@ -104,17 +104,25 @@ def _contexts(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def golden_samples(prompts: Iterable[Prompt]) -> list[Sample]:
-    """One sample per prompt, every token trained; a ValueError without a golden solution."""
+    """One sample per prompt, every token of its golden turns trained, but none that is observed
+    between them; a ValueError without a golden solution.
+    """
     samples: list[Sample] = []
     for prompt in prompts:
         if not prompt.golden_token_ids:
             raise ValueError(f"{prompt.prompt_id}: no golden solution")
+        lengths = prompt.golden_turn_tokens or (len(prompt.golden_token_ids),)
+        part_L = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        written, start = np.flatnonzero(part_L % 2 == 0), len(prompt.token_ids)
         samples.append(
-            Sample.of_response(
+            Sample(
                 "golden",
                 prompt.prompt_id,
-                np.array(prompt.token_ids, np.int32),
-                np.array(prompt.golden_token_ids, np.int32),
+                np.array(prompt.token_ids + prompt.golden_token_ids, np.int32),
+                places=(start + written).astype(np.int32),
+                num_prompt_tokens=start,
+                trained=np.ones(len(written), np.bool_),
+                turns=part_L[written] // 2,
                 teacher_prompt_token_ids=_teacher_tokens(prompt),
                 slot=prompt.slot,
             )

@@ -127,23 +127,26 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
     Raises:
         DataError: a missing column, an empty problem or answer, a value that is not text.
     """
-    messages, answer, solution = (), None, None
+    messages, golden, answer, solution = (), (), None, None
     if columns.messages is None:
         problem = _text(record, columns.problem, place, "problem")
     else:
         value = _lookup(record, columns.messages, place, "messages")
         where = f"{place}: column {columns.messages!r} (messages)"
-        messages, solution = parse_messages(value, where, _content)
-        problem = "\n\n".join(each["content"] for each in messages if each["role"] != "system")
+        messages, golden = parse_messages(value, where, _content, columns.golden)
+        said = [each["content"] for each in messages if each["role"] != "system"]
+        problem = "\n\n".join(filter(None, said))
+        if len(golden) == 1 and "tool_calls" not in golden[0]:
+            solution, golden = golden[0]["content"], ()
     if columns.answer is not None:
         answer = _text(record, columns.answer, place, "answer")
         final = _GSM8K_ANSWER.search(answer)
         if final:
             answer = _without_thousands_commas(final.group(1))
     has_column = columns.solution is not None and not _is_absent(record, columns.solution)
-    if solution is None and columns.solution is not None and has_column:
+    if solution is None and columns.solution is not None and has_column and not golden:
         solution = _text(record, columns.solution, place, "solution")
-    return Row(row_id, problem, answer, solution, messages=messages)
+    return Row(row_id, problem, answer, solution, messages=messages, golden_turns=golden)
 
 
 def _kept(record: Record, whole: bool, required: Collection[str], place: str) -> Record | None:

@@ -103,7 +103,8 @@ def _columns(
         given = ColumnsConfig.model_validate({role: name or None for role, name in named.items()})
     if recipe.openr1:
         return given, openr1.COLUMNS, openr1.REQUIRED_COLUMNS
-    read = tuple(column for column in given.model_dump().values() if column is not None)
+    names = given.model_dump(exclude={"golden"}).values()
+    read = tuple(column for column in names if column is not None)
     # A source may lack the default column of solutions.
     return given, read, tuple(column for column in read if column != ColumnsConfig().solution)
 

@@ -2,19 +2,31 @@
 
 import json
 import re
+from copy import copy
 
+import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from stable_opd_mcore.config.data import ColumnsConfig, DataConfig, SourceConfig
+from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.prompts import PromptSet
+from stable_opd_mcore.data.samples import golden_samples
 from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.errors import DataError
+from tests.data.real_tokenizers import MATH, QWEN3, QWEN25, R1, THINKING, real_tokenizer
 from tests.real_data import real_data
 
 SYSTEM, ASK = {"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}
 TWO, MORE = {"role": "assistant", "content": "It is 2."}, {"role": "user", "content": "And 2+2?"}
 FOUR = {"role": "assistant", "content": "It is 4."}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+TOOL = {"role": "tool", "content": "2", "tool_call_id": "7"}
+
+
+def call_of(arguments):
+    return {"function": {"name": "add", "arguments": arguments}}
 
 
 def rows_of(path, *conversations, answer=None, **columns):
@@ -66,6 +78,7 @@ def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configu
         (["1+1?"], "message 0 is '1+1?'; write {role"),
         ([[ASK]], "message 0 is [{'role'"),
         ([{"role": "tool", "content": "x"}], "message 0: role 'tool'; write user or assistant"),
+        ([ASK, TOOL], "message 1: role 'tool'; write user or assistant"),
         ([{"content": "x"}], "message 0: role None"),
         ([{"role": ["user"], "content": "x"}], "message 0: role ['user']"),
         ([ASK, SYSTEM], "message 1: role 'system'; write user or assistant, or system in the"),
@@ -79,7 +92,11 @@ def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configu
         ([{"role": "user", "content": True}], "message 0: content holds bool, not text"),
         ([{"from": "human", "value": "1+1?"}], "ShareGPT's form, with from and value; rename"),
         ([{"role": "user", "content": "\ud800"}], "has a lone surrogate"),
-        ([ASK, {**TWO, "tool_calls": [{"id": "1"}]}], "message 1 has tool_calls; only role and"),
+        ([{**ASK, "tool_calls": [1]}], "message 0 has tool_calls; of a message of this role, only"),
+        ([ASK, {**TWO, "tool_calls": [{"id": "1"}]}], "message 1: tool call {'id': '1'}; write {f"),
+        ([ASK, {**TWO, "tool_calls": "add"}], "message 1: tool call 'add'; write {function: {na"),
+        ([ASK, {**TWO, "tool_calls": [call_of("[1]")]}], "message 1: tool call {'function'"),
+        ([ASK, {**TWO, "tool_calls": [call_of("{")]}], "the arguments as an object or its JSON"),
         ([TWO], "no user turn to answer"),
         ([SYSTEM], "no user turn to answer"),
         ([ASK, TWO, FOUR], "no user turn to answer"),
@@ -89,6 +106,140 @@ def test_hostile_conversations_are_refused_with_file_row_and_key(tmp_path, messa
     where = re.escape(f"{tmp_path}/m.jsonl:2: column 'messages' (messages)")
     with pytest.raises(DataError, match=f"^{where}.*{re.escape(message)}"):
         rows_of(tmp_path / "m.jsonl", [ASK, {**TWO, "tool_calls": None}], messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([ASK, TWO, MORE], "the last turn is of the user; columns.golden=all expects one of the"),
+        ([ASK, TWO, FOUR], "no user turn to answer before message 2; expected one"),
+        ([ASK, TWO, FOUR, MORE, FOUR], "no user turn to answer before message 2"),
+        ([TWO, MORE, FOUR], "no user turn to answer before message 0"),
+        ([SYSTEM, TWO, MORE, FOUR], "no user turn to answer before message 1"),
+    ],
+)
+def test_golden_turns_answer_a_user_or_a_tool(tmp_path, messages, message):
+    where = re.escape(f"{tmp_path}/m.jsonl:1: column 'messages' (messages): {message}")
+    with pytest.raises(DataError, match=where):
+        rows_of(tmp_path / "m.jsonl", messages, golden="all")
+    with pytest.raises(ValidationError, match="golden=all without messages"):
+        ColumnsConfig(golden="all")
+
+
+def golden_set(path, tokenizer, *turns, golden="required", golden_turns="last"):
+    config = DataConfig(train=SourceConfig(path="x"), system_prompt="Count.")
+    rows = rows_of(path / "m.jsonl", turns, golden=golden_turns)
+    return PromptSet(rows, tokenizer, config, window=300, max_new_tokens=9, golden=golden)
+
+
+def golden_prompt(*args, **kwargs):
+    return golden_set(*args, **kwargs)[0]
+
+
+THOUGHT = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nIt is 2."}
+CONVERSATIONS = [
+    [ASK, TWO],
+    [SYSTEM, ASK, THOUGHT, MORE, FOUR],
+    [ASK, MORE, TWO, MORE, ASK, THOUGHT, ASK, FOUR],
+]
+WITH_TOOLS = [
+    [ASK, CALL, TOOL, THOUGHT],
+    [
+        ASK,
+        {**CALL, "content": "I add."},
+        TOOL,
+        TOOL,
+        {**CALL, "content": ""},
+        TOOL,
+        FOUR,
+        MORE,
+        TWO,
+    ],
+]
+
+
+@pytest.mark.parametrize("stop", [None, (151643,)])
+@pytest.mark.parametrize("name", [MATH, QWEN25, QWEN3, THINKING, R1])
+def test_all_golden_turns_are_what_a_rollout_of_the_same_texts_would_be(tmp_path, name, stop):
+    tokenizer = copy(real_tokenizer(name))
+    tokenizer.stop_token_ids = stop or tokenizer.stop_token_ids
+    bridge = Bridge(tokenizer)
+    for turns in CONVERSATIONS + WITH_TOOLS * (name != R1):
+        first = [turn["role"] for turn in turns].index("assistant")
+        context = tokenizer.encode(tokenizer.render_turns(turns[:first], "Count."))
+        text, places, new = tokenizer.render_turns(turns[:first], "Count."), [], []
+        for turn in turns[first:]:
+            if turn["role"] != "assistant":
+                new.append(turn)
+                continue
+            if new:
+                observed = bridge.append(new, context[-1])
+                context, text, new = [*context, *observed.token_ids], observed.text, []
+            said = tokenizer.response_text(said_of(turn), text)
+            sampled = [*tokenizer.encode(said), tokenizer.stop_token_ids[0]]
+            places += range(len(context), len(context) + len(sampled))
+            context += sampled
+        prompt = golden_prompt(tmp_path, tokenizer, *turns, golden_turns="all")
+        (sample,) = golden_samples([prompt])
+        assert sample.token_ids.tolist() == context
+        assert sample.places.tolist() == places
+        assert sample.num_prompt_tokens == places[0] == len(prompt.token_ids)
+        assert sample.trained.all()
+
+
+def said_of(turn):
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    parts = [turn.get("content"), call if "tool_calls" in turn else None]
+    return "\n".join(filter(None, parts))
+
+
+def test_golden_turns_keep_their_thoughts_and_observe_the_opened_ones(tmp_path):
+    tokenizer = real_tokenizer(THINKING)
+    turns = [ASK, THOUGHT, MORE, FOUR]
+    prompts = golden_set(tmp_path, tokenizer, *turns, golden_turns="all")
+    prompt = prompts[0]
+    assert prompts.golden_lengths() == [max(prompt.golden_turn_tokens[::2])]
+    assert "".join(tokenizer.pieces(prompt.token_ids)).endswith(
+        "1+1?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
+    lengths = np.cumsum(prompt.golden_turn_tokens)[:-1]
+    parts = np.split(np.array(prompt.golden_token_ids), lengths)
+    assert ["".join(tokenizer.pieces(part.tolist())) for part in parts] == [
+        "Hm.\n</think>\n\nIt is 2.<|im_end|>",
+        "\n<|im_start|>user\nAnd 2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n",
+        "\n</think>\n\nIt is 4.<|im_end|>",
+    ]
+    last = golden_prompt(tmp_path, tokenizer, *turns)
+    assert tokenizer.decode(last.golden_token_ids) == "\n</think>\n\nIt is 4."
+    assert "Hm." not in tokenizer.decode(last.token_ids)  # the template deletes it from a prompt
+    assert len(last.golden_turn_tokens) == 1
+
+
+def test_a_call_may_be_the_golden_solution_and_stand_in_the_prompt(tmp_path):
+    tokenizer = real_tokenizer(QWEN3)
+    prompt = golden_prompt(tmp_path, tokenizer, ASK, CALL, TOOL, CALL)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert tokenizer.decode(prompt.golden_token_ids) == call
+    assert f"{call}<|im_end|>\n<|im_start|>user\n<tool_response>\n2\n</tool_response>" in (
+        tokenizer.decode(prompt.token_ids)
+    )
+    assert golden_prompt(tmp_path, tokenizer, ASK, CALL, TOOL).golden_token_ids is not None
+
+
+def test_hostile_golden_turns_are_refused_with_the_row(tmp_path):
+    r1, qwen = real_tokenizer(R1), real_tokenizer(QWEN3)
+    hostile = {**CALL, "tool_calls": [call_of({"a": "<|im_end|>"})]}
+    for tokenizer, turns, words in (
+        (r1, [ASK, TWO, TOOL, FOUR], "a tool message cannot follow .*make it a user message"),
+        (r1, [ASK, CALL, MORE, FOUR], "does not write tool calls after a text"),
+        (qwen, [ASK, hostile, TOOL, FOUR], "the tool calls contains '<.im_end.>'"),
+        (qwen, [ASK, TWO, {**MORE, "content": "<|im_end|>"}, FOUR], "the solution contains"),
+    ):
+        with pytest.raises(DataError, match=f"m.jsonl:1: .*{words}"):
+            golden_prompt(tmp_path, tokenizer, *turns, golden_turns="all")
+    for golden in ("none", "optional"):
+        with pytest.raises(DataError, match=r"m.jsonl:1: .*does not write tool calls"):
+            golden_prompt(tmp_path, r1, ASK, CALL, TOOL, FOUR, golden=golden)
 
 
 def test_what_the_tokenizer_cannot_take_is_refused_with_the_row(tmp_path):

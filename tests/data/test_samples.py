@@ -52,6 +52,19 @@ def test_rollouts_and_golden_solutions_become_samples():
     assert [s.episode for s in samples] == [0, 1, 0, 1, 0, 0]
 
 
+def test_of_several_golden_turns_no_observed_token_is_trained():
+    prompt = Prompt(
+        "s:1", "a", (1, 2), golden_token_ids=(7, 9, 1, 2, 3, 8, 9), golden_turn_tokens=(2, 3, 2)
+    )
+    (sample,) = golden_samples([prompt])
+    assert sample.token_ids.tolist() == [1, 2, 7, 9, 1, 2, 3, 8, 9]
+    assert sample.places.tolist() == [2, 3, 7, 8]
+    assert sample.turns.tolist() == [0, 0, 1, 1]
+    assert sample.ends_turn.tolist() == [False, True] * 2
+    assert sample.trained.tolist() == [True] * 4
+    assert sample.num_prompt_tokens == 2
+
+
 def test_the_repetitive_tail_is_always_marked_and_masked_by_setting():
     plain, masked = (
         rollout_samples(ROLLOUTS, TokenMasksConfig(repetitive_tail=flag)) for flag in (False, True)

@@ -1,0 +1,54 @@
+"""A run on golden solutions of several turns, against one with a row for each turn."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stable_opd_mcore.train.loop import train
+from tests.parallel.launch import run_ranks
+from tests.train.runs import ALONE, metrics_of, tiny_config
+
+
+def turns_of(number: int) -> list[dict[str, str]]:
+    problems = [(number, 1), (1, number), (number, 0)]
+    return [
+        {"role": role, "content": content}
+        for a, b in problems
+        for role, content in (("user", f"{a}+{b}"), ("assistant", f"{a}+{b}={a + b};[{a + b}]"))
+    ]
+
+
+def golden_run(directory: Path, golden: str, rows: list[object], **sections: object) -> None:
+    file = directory / f"{golden}.jsonl"
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    columns = {"messages": "messages", "answer": None, "golden": golden}
+    settings: dict[str, object] = {
+        "data": {"train": {"path": str(file), "columns": columns}},
+        "rollout": {"prompts_per_step": len(rows), "samples_per_prompt": 2},
+        "sampling": {"max_new_tokens": 8},
+        "train": {"steps": 2, "micro_batch_tokens": 192},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"},
+        **sections,
+    }
+    name = "_".join([golden, *sections])
+    train(tiny_config(directory, name, **settings), show_progress=False)
+
+
+def runs(rank: int, world_size: int, directory: str) -> None:
+    home, transcripts = Path(directory), [turns_of(number) for number in (1, 2, 3, 4)]
+    prefixes = [turns[:end] for turns in transcripts for end in (2, 4, 6)]
+    sft = {"objective": {"name": "sft"}, **ALONE}
+    golden_run(home, "all", transcripts, **sft)
+    golden_run(home, "last", prefixes, **sft)
+    gkd = {"name": "gkd", "on_policy_fraction": 0.5}
+    golden_run(home, "all", transcripts, objective=gkd)
+
+
+def test_all_golden_turns_train_as_a_row_for_each_turn_would(tmp_path):
+    run_ranks(1, runs, str(tmp_path))
+    names = [f"{golden}_objective_teacher_kl_mixture" for golden in ("all", "last")]
+    for together, apart in zip(*(metrics_of(tmp_path / name) for name in names), strict=True):
+        for key in ("loss/sft", "grad_norm"):
+            assert together[key] == pytest.approx(apart[key], rel=1e-5)
+    assert len(metrics_of(tmp_path / "all_objective")) == 2
