@@ -173,6 +173,8 @@ class Turn:
     finish_reason: FinishReason  # "abort": it may get more tokens
     before: tuple[int, ...] = ()  # token ids, after the turn before or, first, the prompt
     restarts: bool = False  # `before` is all that the student reads here: a new context begins
+    text: str = ""  # the sampled tokens, decoded, without the stop token
+    observed: str = ""  # `before`, decoded
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +189,7 @@ class Rollout(_WithArrays):
     rollout_logprobs: NDArray[np.float32]  # [L], nats, full softmax at sampling temperature
     finish_reason: FinishReason  # of the episode; that of its last turn may differ
     weight_version: int  # version of the student's weights that sampled its first token
-    text: str = ""  # its last turn, decoded, without the stop token
+    text: str = ""  # of its last turn
     reward: float | None = None  # 0 to 1: 1 right, 0 wrong; None: not graded
     grading_failure: GradingFailure | None = None  # why grading ended without a verdict
     # int16 [tokens of a context - 1, Y, X], its contexts one after the other: the experts that the
@@ -213,7 +215,7 @@ class Rollout(_WithArrays):
 
     @property
     def _only_turn(self) -> Turn:
-        return Turn(len(self.token_ids), self.finish_reason)
+        return Turn(len(self.token_ids), self.finish_reason, text=self.text)
 
 
 @dataclass(frozen=True, eq=False)

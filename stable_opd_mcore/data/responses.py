@@ -1,9 +1,11 @@
 """Turn graded responses into numbers: accuracy, truncation, repetition, length (docs/method.md §5).
 
 `measure` reads one response, `ResponseTotals` adds measured responses up and holds none of them.
+Each turn of an episode is a response; the reward is the episode's.
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,14 @@ SMALL_BUDGET = 128
 SMALL_CHARACTERS_PER_TOKEN = 0.8
 RATIO, SMALL_RATIO = 10.0, 2.0
 QUARTERS = ("q1", "q2", "q3", "q4")  # parts of the length budget
+_TURNS = {  # parts of the turns, counted from 0
+    "turn_1": range(1),
+    "turn_2": range(1, 2),
+    "turn_3_4": range(2, 4),
+    "turn_5_8": range(4, 8),
+    "turn_9": range(8, sys.maxsize),
+}
+_THINK_END = "</think>"
 _PARTS: dict[FinishReason | None, str] = {"stop": "finished", "length": "truncated"}
 _MEANS = (
     "response_length_mean",
@@ -47,6 +57,13 @@ _MEANS = (
     ),
     *(f"loop_token_share_{quarter}" for quarter in QUARTERS),
 )
+_OF_EPISODES = (
+    "turns_mean",
+    "episode_tokens_mean",
+    "episode_truncation_rate",
+    "repeated_turn_rate",
+)
+_BY_TURN = ("response_length_mean", "truncation_rate")
 
 
 @dataclass(frozen=True)
@@ -110,21 +127,53 @@ def measure(
 class ResponseTotals:
     """Sums over measured responses. Its size grows with the number of different lengths only."""
 
-    def __init__(self, max_length: int | None = None):
-        """max_length: the length budget, in whose quarters loops are counted; None: no budget."""
-        self.max_length = max_length
+    def __init__(self, max_length: int | None = None, max_turns: int = 1):
+        """The length budget of a response, and the most responses of an episode. Loops are counted
+        in quarters of both together; None: there is no budget."""
+        self.max_length, self.max_turns = max_length, max_turns
+        self._turn_parts = turn_parts(max_turns)
         self.num_responses = 0
-        self._means = dict.fromkeys(_MEANS, Mean(0.0, 0.0))
+        by_turn = [f"{name}_{part}" for name in _BY_TURN for part in self._turn_parts]
+        names = (*_MEANS, *_OF_EPISODES, *by_turn) if self._turn_parts else _MEANS
+        self._means = dict.fromkeys(names, Mean(0.0, 0.0))
         self._lengths: Counter[int] = Counter()
         self._failures: Counter[GradingFailure | None] = Counter()
 
     def add(self, response: MeasuredResponse) -> None:
         """Count one more response."""
+        self._add(response, 0, response.finish_reason)
+
+    def add_episode(self, rollout: Rollout, limits: CompressionLimits) -> None:
+        """Count the turns of one more rollout."""
+        end, last = 0, rollout.turns[-1]
+        for number, turn in enumerate(rollout.turns):
+            start, end = end, end + turn.num_tokens
+            response = measure(
+                turn.text,
+                rollout.token_ids[start:end],
+                limits,
+                finish_reason=turn.finish_reason,
+                reward=rollout.reward if turn is last else None,
+                grading_failure=rollout.grading_failure if turn is last else None,
+            )
+            self._add(response, number, rollout.finish_reason)
+        if self._turn_parts:
+            for name, mean in _of_episode(rollout).items():
+                self._means[name] += mean
+
+    def _add(self, response: MeasuredResponse, turn: int, ending: FinishReason | None) -> None:
+        """turn: its number in an episode, which has ended for the reason `ending`."""
         self.num_responses += 1
         self._lengths[response.length] += 1
         self._failures[response.grading_failure] += 1
-        for name, value, weight in _terms(response, self.max_length):
-            self._means[name] += Mean(value, weight)
+        terms = {name: Mean(value, weight) for name, value, weight in _terms(response, ending)}
+        if self.max_length is not None:
+            terms |= _loop_shares(response, turn, self.max_length, self.max_turns)
+        for part, turns in self._turn_parts.items():
+            if turn in turns:
+                terms |= {f"{name}_{part}": terms[name] for name in _BY_TURN}
+        for name, mean in terms.items():
+            self._means[name] += mean
 
     def metrics(self, area: str) -> Metrics:
         """All metrics by their keys `<area>/<name>`; the mean of no values is None."""
@@ -140,23 +189,21 @@ class ResponseTotals:
         return Metrics({f"{area}/{name}": metric for name, metric in metrics.items()})
 
 
+def turn_parts(max_turns: int) -> dict[str, range]:
+    """The ends of metrics' keys, and the turns, from 0, that they are about; none for one turn."""
+    if max_turns == 1:
+        return {}
+    return {part: turns for part, turns in _TURNS.items() if turns.start < max_turns}
+
+
 def rollout_metrics(
-    rollouts: Iterable[Rollout], max_new_tokens: int, area: str = "rollout"
+    rollouts: Iterable[Rollout], max_new_tokens: int, area: str = "rollout", max_turns: int = 1
 ) -> Metrics:
     """The numbers of this rank's rollouts under `<area>/...`; those of all ranks add up."""
     limits = compression_limits(max_new_tokens)
-    totals = ResponseTotals(max_new_tokens)
+    totals = ResponseTotals(max_new_tokens, max_turns)
     for rollout in rollouts:
-        totals.add(
-            measure(
-                rollout.text,
-                rollout.token_ids,
-                limits,
-                finish_reason=rollout.finish_reason,
-                reward=rollout.reward,
-                grading_failure=rollout.grading_failure,
-            )
-        )
+        totals.add_episode(rollout, limits)
     return totals.metrics(area)
 
 
@@ -188,38 +235,52 @@ def version_metrics(
     return Metrics(shares)
 
 
+def _of_episode(rollout: Rollout) -> dict[str, Mean]:
+    said = [turn.text.rpartition(_THINK_END)[2].strip() for turn in rollout.turns]
+    return {
+        "turns_mean": Mean(len(said), 1),
+        "episode_tokens_mean": Mean(len(rollout.token_ids), 1),
+        "episode_truncation_rate": Mean(rollout.finish_reason == "length", 1),
+        "repeated_turn_rate": Mean(len(said) - len(set(said)), len(said)),
+    }
+
+
 def _terms(
-    response: MeasuredResponse, max_length: int | None
+    response: MeasuredResponse, ending: FinishReason | None
 ) -> Iterator[tuple[str, float, float]]:
-    """(name, value, weight) of each mean that the response is part of."""
+    """(name, value, weight) of each mean that the response is part of; ending: its episode's."""
     length, loop = response.length, response.loop.length
-    onset = length - loop
-    by_part: dict[str, float] = {
-        "loop_rate": loop > 0,
-        "response_length_mean": length,
+    by_part: dict[str, tuple[float, FinishReason | None]] = {
+        "loop_rate": (loop > 0, response.finish_reason),
+        "response_length_mean": (length, response.finish_reason),
     }
     if response.reward is not None:
-        by_part["accuracy"] = response.reward
-    part = _PARTS.get(response.finish_reason)
-    for name, value in by_part.items():
+        by_part["accuracy"] = response.reward, ending
+    for name, (value, reason) in by_part.items():
         yield name, value, 1
-        if part is not None:
+        if (part := _PARTS.get(reason)) is not None:
             yield f"{name}_{part}", value, 1
     yield "repetition_rate", bool(response.repetitive), 1
     yield "repetition_rate_10k", bool(response.repetitive_10k), 1
     yield "loop_token_share", loop, length
     if loop:
-        yield "loop_onset_mean", onset, 1
+        yield "loop_onset_mean", length - loop, 1
     if response.finish_reason is not None:
         yield "truncation_rate", response.finish_reason == "length", 1
         yield "abort_rate", response.finish_reason == "abort", 1
-    if max_length is not None:
-        for number, quarter in enumerate(QUARTERS):
-            first, last = number * max_length / 4, (number + 1) * max_length / 4
-            end = length if quarter == QUARTERS[-1] else min(length, math.ceil(last))
-            start = math.ceil(first)
-            yield (
-                f"loop_token_share_{quarter}",
-                max(0, end - max(start, onset)),
-                max(0, end - start),
-            )
+
+
+def _loop_shares(
+    response: MeasuredResponse, turn: int, max_length: int, max_turns: int
+) -> dict[str, Mean]:
+    """The share of the response's tokens in its loop, for each quarter of the budget."""
+    begin = turn * max_length  # its place in the budget of its episode
+    onset, finish = begin + response.length - response.loop.length, begin + response.length
+    shares: dict[str, Mean] = {}
+    for number, quarter in enumerate(QUARTERS):
+        first, last = (math.ceil(n * max_turns * max_length / 4) for n in (number, number + 1))
+        start, end = max(begin, first), finish if quarter == QUARTERS[-1] else min(finish, last)
+        shares[f"loop_token_share_{quarter}"] = Mean(
+            max(0, end - max(start, onset)), max(0, end - start)
+        )
+    return shares

@@ -71,6 +71,8 @@ class _Turn(BaseModel):
     finish_reason: FinishReason
     before: _TokenIds
     restarts: bool
+    text: str
+    observed: str
 
 
 class _RolloutColumns(_Columns):

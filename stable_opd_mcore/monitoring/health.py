@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from stable_opd_mcore.data.responses import QUARTERS
+from stable_opd_mcore.data.responses import QUARTERS, turn_parts
 from stable_opd_mcore.metrics import Max, Mean, Metrics, Sum
 from stable_opd_mcore.records import LossOutput, MicroBatch
 from stable_opd_mcore.sample_facts import SampleFacts
@@ -55,9 +55,9 @@ def token_metrics(
     Log-probabilities, advantages, entropies, KL to the teacher and the clip share are means over
     rollout tokens in the loss (`pg_weight_N` not 0), without golden and masked tokens. KL to the
     reference is over rows with a KL weight, the share of repetitive tokens over all scored rollout
-    tokens. Parts are finished and truncated turns and quarters of the longest episode, `max_turns`
-    of `max_new_tokens` each. The rollout gap is to `old_token_logprob_N`, or to the student's
-    log-probability if that is None.
+    tokens. Parts are finished and truncated turns, quarters of the longest episode, `max_turns` of
+    `max_new_tokens` each, and, if there are several, single turns. The rollout gap is to
+    `old_token_logprob_N`, or to the student's log-probability if that is None.
 
     `loss/*` are sums, like the loss. The total is the sum of the parts, because Megatron scales the
     loss tensor in place. A mean is None if no micro-batch has its values (no teacher, no
@@ -205,13 +205,18 @@ def _trained(microbatch: MicroBatch) -> Tensor:
 
 
 def _parts(microbatch: MicroBatch, max_turns: int, max_new_tokens: int) -> dict[str, Tensor]:
-    """Masks [N] of finished and truncated turns and of the quarters of the length budget."""
-    place_N = microbatch.turn_N * max_new_tokens + microbatch.index_in_turn_N
+    """Masks [N] of finished and truncated turns, of quarters of the budget, and of some turns."""
+    turn_N = microbatch.turn_N
+    place_N = turn_N * max_new_tokens + microbatch.index_in_turn_N
     quarter_N = (4 * place_N // (max_turns * max_new_tokens)).clamp(max=len(QUARTERS) - 1)
     return {
         "finished": ~microbatch.truncated_N,
         "truncated": microbatch.truncated_N,
         **{quarter: quarter_N == number for number, quarter in enumerate(QUARTERS)},
+        **{
+            part: (turn_N >= turns.start) & (turn_N < turns.stop)
+            for part, turns in turn_parts(max_turns).items()
+        },
     }
 
 

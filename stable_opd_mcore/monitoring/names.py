@@ -22,7 +22,8 @@ class Name(NamedTuple):
 
 
 def _with_parts(key: str, meaning: str, unit: str, parts: str = "") -> dict[str, Name]:
-    """A metric and, for "ends" or "quarters" in `parts`, its values over parts of the responses."""
+    """A metric and its values over parts of the responses, for what `parts` names: ends, quarters
+    or turns."""
     names = {key: Name(meaning, unit)}
     for kind in parts.split():
         for part, where in TABLE["parts"][kind].items():

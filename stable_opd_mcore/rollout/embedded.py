@@ -24,7 +24,7 @@ tokens of a row in one forward pass, H hidden size, D half the size of a head, V
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 import torch
@@ -211,9 +211,11 @@ class EmbeddedEngine(RolloutEngine):
         is_full = length == episode.budget(sampling, self._window)
         reason = "stop" if len(stops) else "length" if is_full else "abort"
         token_ids = tokens_L[:length].astype(np.int32)
-        longer = episode.with_tokens(token_ids, logprobs_L[:length], reason, self.weight_version)
-        of_turn = longer.token_ids[len(longer.token_ids) - longer.turns[-1].num_tokens :].tolist()
-        return replace(longer, text=self.decode(of_turn[:-1] if reason == "stop" else of_turn))
+        begun = len(episode.token_ids) - episode.turns[-1].num_tokens
+        of_turn = [*episode.token_ids[begun:].tolist(), *token_ids.tolist()]
+        text = self.decode(of_turn[:-1] if reason == "stop" else of_turn)
+        logprobs, version = logprobs_L[:length], self.weight_version
+        return episode.with_tokens(token_ids, logprobs, reason, version, text=text)
 
     def _decode_rows(
         self, contexts: Sequence[tuple[int, ...]], rows_4R: Tensor, sampling: Sampling

@@ -38,6 +38,7 @@ class Observation:
 
     token_ids: tuple[int, ...] = ()
     restarts: bool = False  # they are all that the student reads; its context is forgotten
+    text: str = ""  # token_ids, decoded
     finish_reason: FinishReason = "abort"  # another one: the episode ends
     reward: float | None = None  # of an episode that ends; None: to be graded
     failure: GradingFailure | None = None  # why it ended without a reward
@@ -56,7 +57,6 @@ class Episode:
     segments: tuple[Segment, ...]
     turns: tuple[Turn, ...] = (Turn(0, "abort"),)
     routed_experts: tuple[NDArray[np.int16], ...] = ()  # of each context; see Rollout
-    text: str = ""
     finish_reason: FinishReason = "abort"  # until it has ended
     reward: float | None = None
     failure: GradingFailure | None = None
@@ -105,9 +105,8 @@ class Episode:
         """
         assert self.is_open
         *turns, turn = self.turns
-        turn = replace(
-            turn, num_tokens=turn.num_tokens + len(token_ids_L), finish_reason=finish_reason
-        )
+        num_tokens = turn.num_tokens + len(token_ids_L)
+        turn = replace(turn, num_tokens=num_tokens, finish_reason=finish_reason, text=text)
         *segments, last = self.segments
         if last.num_tokens and last.weight_version != weight_version:
             segments, last = [*segments, last], Segment(0, weight_version)
@@ -124,7 +123,6 @@ class Episode:
             segments=tuple(segments),
             turns=(*turns, turn),
             routed_experts=routed,
-            text=text,
         )
 
     def after(self, observation: Observation) -> Episode:
@@ -141,8 +139,9 @@ class Episode:
             )
         observed = np.array(observation.token_ids, np.int32)
         context = observed if observation.restarts else np.concatenate([self.context, observed])
-        turn = Turn(0, "abort", observation.token_ids, observation.restarts)
-        return replace(self, context=context, turns=(*self.turns, turn), text="")
+        what = observation.token_ids, observation.restarts
+        turn = Turn(0, "abort", *what, observed=observation.text)
+        return replace(self, context=context, turns=(*self.turns, turn))
 
     def rollout(self) -> Rollout:
         return Rollout(
@@ -152,7 +151,7 @@ class Episode:
             self.logprobs,
             self.finish_reason,
             self.segments[0].weight_version,
-            self.text,
+            self.turns[-1].text if self.turns else "",
             self.reward,
             self.failure,
             routed_experts=np.concatenate(self.routed_experts) if self.routed_experts else None,

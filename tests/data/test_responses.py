@@ -18,7 +18,7 @@ from stable_opd_mcore.data.responses import (
 )
 from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.monitoring.names import require_known
-from stable_opd_mcore.records import Prompt, Rollout, Segment
+from stable_opd_mcore.records import Prompt, Rollout, Segment, Turn
 
 LIMITS = CompressionLimits(64, 2.0)
 
@@ -162,3 +162,59 @@ def test_quantiles_are_those_of_numpy():
         values = metrics_of(replace(plain, length=length) for length in lengths).values_by_key()
         assert values["x/response_length_p50"] == pytest.approx(np.percentile(lengths, 50))
         assert values["x/response_length_p95"] == pytest.approx(np.percentile(lengths, 95))
+
+
+def episode(*turns: Turn, finish="stop", **fields) -> Rollout:
+    """Its turns say the number 7 only."""
+    ids = (7,) * sum(turn.num_tokens for turn in turns)
+    return replace(rollout(ids, finish, **fields), turns=turns)
+
+
+EPISODES = [
+    episode(
+        Turn(2, "stop", text="<think>one</think> north"),
+        Turn(8, "length", (5,), text="south"),
+        Turn(2, "stop", (5, 6), text="north"),
+        reward=1.0,
+    ),
+    episode(Turn(4, "length", text="<think>a"), finish="length", reward=0.0, failure="crash"),
+]
+
+
+def test_each_turn_is_a_response_and_the_reward_is_the_episodes():
+    values = rollout_metrics(EPISODES, 8, max_turns=4).values_by_key()
+    require_known(values)
+    expected = {
+        "response_length_mean": 16 / 4,
+        "response_length_max": 8.0,
+        "truncation_rate": 0.5,
+        "accuracy": 0.5,
+        "accuracy_finished": 1.0,
+        "accuracy_truncated": 0.0,
+        "grading_crashes": 1.0,
+        "loop_rate": 0.25,
+        "loop_rate_truncated": 0.5,
+        "loop_onset_mean": 0.0,
+        # A quarter of the budget of 32 tokens is a turn, which the second one fills.
+        "loop_token_share_q1": 0.0,
+        "loop_token_share_q2": 1.0,
+        "loop_token_share_q3": 0.0,
+        "loop_token_share_q4": None,
+        "turns_mean": 2.0,
+        "episode_tokens_mean": 8.0,
+        "episode_truncation_rate": 0.5,
+        "repeated_turn_rate": 0.25,
+        "response_length_mean_turn_1": 3.0,
+        "response_length_mean_turn_2": 8.0,
+        "response_length_mean_turn_3_4": 2.0,
+        "truncation_rate_turn_1": 0.5,
+        "truncation_rate_turn_2": 1.0,
+        "truncation_rate_turn_3_4": 0.0,
+    }
+    assert {key: values[f"rollout/{key}"] for key in expected} == expected
+    assert not any("turn_5" in key for key in values)
+
+
+def test_one_turn_has_no_numbers_of_turns():
+    values = rollout_metrics([EPISODES[1]], 8).values_by_key()
+    assert values.keys() == rollout_metrics(ROLLOUTS, 100).values_by_key().keys()

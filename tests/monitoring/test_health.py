@@ -218,3 +218,5 @@ def test_quarters_are_of_all_turns_of_an_episode():
     values = token_metrics([OUTPUT], [batch], 4, max_turns=4)().values_by_key()
     advantages = [values[f"advantage/mean_q{n}"] for n in (1, 2, 3, 4)]
     assert advantages == [-0.5, 0.5, None, -3.0]
+    assert [values[f"kl/teacher_turn_{part}"] for part in ("1", "2", "3_4")] == [0.5, -0.5, 3.0]
+    assert "kl/teacher_turn_5_8" not in values

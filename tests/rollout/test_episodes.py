@@ -49,18 +49,17 @@ def test_without_an_observation_the_first_turn_is_the_episode():
 
 
 def test_an_observation_continues_the_context_or_restarts_it():
-    episode = drawn(drawn(BEGUN, 5, reason="abort"), 9).after(Observation((6, 6)))
+    episode = drawn(drawn(BEGUN, 5, reason="abort"), 9).after(Observation((6, 6), text="66"))
     assert episode.context.tolist() == [1, 2, 5, 9, 6, 6]
-    assert episode.text == ""
     episode = drawn(episode, 7, 9, version=3).after(Observation((8, 8), restarts=True))
     assert episode.context.tolist() == [8, 8]
     episode = drawn(drawn(episode, 4, reason="abort", version=3), 4, reason="length", version=4)
     rollout = episode.after(Observation(finish_reason="stop", reward=0.5)).rollout()
     assert (rollout.reward, rollout.grading_failure) == (0.5, None)
     assert rollout.turns == (
-        Turn(2, "stop"),
-        Turn(2, "stop", (6, 6)),
-        Turn(2, "length", (8, 8), restarts=True),
+        Turn(2, "stop", text="stop (9,)"),
+        Turn(2, "stop", (6, 6), text="stop (7, 9)", observed="66"),
+        Turn(2, "length", (8, 8), restarts=True, text="length (4,)"),
     )
     assert rollout.token_ids.tolist() == [5, 9, 7, 9, 4, 4]
     assert rollout.segments == (Segment(2, 2), Segment(3, 3), Segment(1, 4))
