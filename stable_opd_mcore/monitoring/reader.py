@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ SNIPPET_CHARACTERS = 80
 MAX_STEPS = 40  # most steps in the static page, over all of its runs
 MIN_STEPS = 3  # each run has there: the last, the first and the worst
 ROLLOUTS_PER_STEP = 8  # most in the static page
+MIN_TURN_CHARACTERS = 100  # shown of a turn at least
 TAIL_SHARE = 0.4  # share of a long text's end in what is kept: repetition is there
 
 
@@ -52,12 +54,17 @@ def stored_steps(directory: Path) -> list[int]:
 
 
 def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None) -> dict[str, Any]:
-    """What the list shows of the `index`-th rollout of a step's file; `budget` is its length's."""
-    loop = tail_loop(rollout.token_ids, min_length=min_loop_tokens(budget))
+    """What the list shows of the `index`-th rollout of a step's file; `budget`: of its length.
+
+    Repetition and compression are those of the last turn.
+    """
+    start = len(rollout.token_ids) - rollout.turns[-1].num_tokens
+    loop = tail_loop(rollout.token_ids[start:], min_length=min_loop_tokens(budget))
     parts = [[part.num_tokens, part.weight_version] for part in rollout.segments]
     text = rollout.text.encode("utf-8", "surrogatepass")
     return {
         **({"segments": parts} if len(parts) > 1 else {}),
+        **({"turns": len(rollout.turns)} if len(rollout.turns) > 1 else {}),
         "run": run,
         "step": step,
         "index": index,
@@ -89,6 +96,9 @@ def detail(
         "gap": None,
         "values": {},
     }
+    turns = [] if rollout.has_one_turn else _turns(rollout, limits, tokens is None)
+    if turns:
+        shown["turns"] = turns
     if tokens is None:
         return shown
     count = len(tokens.pieces)
@@ -97,6 +107,10 @@ def detail(
     kept = [*range(head), *range(count - tail, count)] if left_out else range(count)
     values = {key: [numbers[at] for at in kept] for key, numbers in tokens.values.items()}
     values["rollout_logprob"] = [float(f"{rollout.rollout_logprobs[at]:.4g}") for at in kept]
+    if left_out:
+        turns[:] = [turn for turn in turns if not head < turn["at"] < count - tail]
+    for turn in turns:  # the pieces before it that are kept
+        turn["at"] -= left_out if turn["at"] > head else 0
     if repeats:
         values["repetition"] = [float(at >= count - repeats) for at in kept]
     return shown | {
@@ -105,6 +119,27 @@ def detail(
         "values": values,
         "golden": tokens.golden and _cut(tokens.golden, limits.characters),
     }
+
+
+def searched(rollout: Rollout) -> str:
+    """All text of a rollout, in which a search looks."""
+    texts = [text for turn in rollout.turns for text in (turn.observed, turn.text)]
+    return "\n".join([rollout.prompt.text, *texts])
+
+
+def _turns(rollout: Rollout, limits: Limits, has_text: bool) -> list[dict[str, Any]]:
+    """For each turn its first token, what was observed before it, and its text if that is shown."""
+    limit = max(MIN_TURN_CHARACTERS, limits.characters // len(rollout.turns))
+    starts = accumulate((turn.num_tokens for turn in rollout.turns[:-1]), initial=0)
+    return [
+        {
+            "at": start,
+            "observed": _cut(turn.observed, limit),
+            "restarts": turn.restarts,
+            "text": _cut(turn.text, limit) if has_text else "",
+        }
+        for turn, start in zip(rollout.turns, starts, strict=True)
+    ]
 
 
 def embedded(runs: Sequence[WrittenRun]) -> str:

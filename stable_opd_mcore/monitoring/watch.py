@@ -36,6 +36,7 @@ from stable_opd_mcore.monitoring.reader import (
     complete_rollouts,
     detail,
     listed,
+    searched,
     stored_steps,
 )
 from stable_opd_mcore.monitoring.report import live_page
@@ -161,11 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _rollouts(self, values: Mapping[str, str]) -> list[dict[str, Any]]:
         search, (_, _, rollouts) = values.get("search", "").lower(), self._chosen(values)
-        return [
-            record
-            for rollout, record in rollouts
-            if search in rollout.prompt.text.lower() or search in rollout.text.lower()
-        ]
+        return [record for rollout, record in rollouts if search in searched(rollout).lower()]
 
     def _rollout(self, values: Mapping[str, str]) -> dict[str, Any]:
         directory, step, rollouts = self._chosen(values)

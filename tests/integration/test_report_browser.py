@@ -1,6 +1,7 @@
 """Report and live view in a browser: figures, events, the reader by keyboard, hostile text."""
 
 import re
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -13,7 +14,7 @@ from stable_opd_mcore.monitoring.figures import FIGURES
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import JsonlSink
 from stable_opd_mcore.monitoring.watch import WatchServer
-from stable_opd_mcore.records import Prompt, Rollout
+from stable_opd_mcore.records import Prompt, Rollout, Turn
 from tests.integration.browser import BROWSER, Browser
 from tests.monitoring.make_run import HOSTILE, make_run
 
@@ -147,6 +148,30 @@ def test_the_reader_works_by_keyboard(browser, tmp_path):
     browser.press("]")
     browser.wait("document.querySelectorAll('#reader-list li').length === 1")
     assert browser.run("document.querySelectorAll('#reader-detail mark').length") > 10
+    assert browser.console == []
+
+
+def test_observed_text_stands_between_the_turns(browser, tmp_path):
+    run = make_run(tmp_path / "run", 1)
+    store_tokens(run, 1, ["go ", "north", "stop"], advantage=(0.5, -0.5, 0.0))
+    path = RunDirectory(run).rollouts(1)
+    first, *others = read_rollouts(path)
+    turns = (
+        Turn(2, "stop", text="go north"),
+        Turn(1, "stop", (7,), True, text="stop", observed="a wall"),
+    )
+    both = [replace(first, turns=turns), replace(first, turns=turns, sample_index=9)]
+    write_rollouts(path, [*both, *others])
+    open_report(browser, write_report([run], tmp_path / "report.html"))
+    expected = "go north\n… a new context …\na wallstop"
+    assert browser.run("document.querySelector('.tokens').textContent") == expected
+    assert "2 turns" in browser.run("document.querySelector('.facts').textContent")
+    browser.press("j")
+    browser.wait("!document.querySelector('.tokens')")
+    shown = "document.querySelectorAll('#reader-detail pre')[1]"
+    assert browser.run(f"{shown}.textContent") == expected
+    seen = f"{shown}.querySelectorAll('.observed')[1].textContent"
+    assert browser.run(seen).endswith("a wall")
     assert browser.console == []
 
 

@@ -16,9 +16,10 @@ from stable_opd_mcore.monitoring.reader import (
     detail,
     embedded,
     listed,
+    searched,
     stored_steps,
 )
-from stable_opd_mcore.records import Prompt, Rollout, Segment
+from stable_opd_mcore.records import Prompt, Rollout, Segment, Turn
 
 WIDE = Limits(tokens=100, characters=1000)
 
@@ -132,3 +133,28 @@ def test_bytes_that_are_no_text_are_shown_as_replaced(tmp_path):
     first, second = unpacked(embedded([written("a", tmp_path)]))["rollouts"]
     assert first["detail"]["pieces"] == ["�", "b"]
     assert second["detail"]["text"] == "��"
+
+
+def test_a_transcript_shows_what_was_observed(tmp_path):
+    """Its list entry is about the last turn, in which nothing repeats."""
+    turns = (
+        Turn(40, "stop", text="first", observed=""),
+        Turn(3, "stop", (7,), text="second", observed="so?"),
+        Turn(2, "length", (8,), restarts=True, text="third", observed="x" * 9000),
+    )
+    episode = replace(rollout("third", ids=(9,) * 43 + (1, 2)), turns=turns)
+    record = listed(episode, 0, 1, 0, None)
+    assert (record["turns"], record["repeats"], record["tokens"]) == (3, 0, 45)
+    shown = detail(episode, [], 0, Limits(10, 900))["turns"]
+    assert [turn["text"] for turn in shown] == ["first", "second", "third"]
+    assert [turn["observed"] for turn in shown][:2] == ["", "so?"]
+    assert "8,700 characters are left out" in shown[2]["observed"]
+    assert [turn["restarts"] for turn in shown] == [False, False, True]
+    pieces = tokens([f"<{i}>" for i in range(45)])
+    for limit, places in ((100, [0, 40, 43]), (10, [0, None, 8]), (2, [0, None, None])):
+        shown = detail(episode, [pieces], 0, Limits(limit, 900))
+        assert [(turn["at"], turn["text"]) for turn in shown["turns"]] == [
+            (at, "") for at in places if at is not None
+        ]
+    assert "so?" in searched(episode)
+    assert "turns" not in listed(rollout(), 0, 1, 0, None) | detail(rollout(), [], 0, WIDE)

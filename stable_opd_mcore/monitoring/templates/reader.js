@@ -36,10 +36,11 @@
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
     return new Response(stream).json();
   }
+  const texts = (found) => [found.prompt, found.text, found.pieces?.join("") ?? "", ...(found.turns ?? []).flatMap((t) => [t.observed, t.text])];
   const pageSource = (found) => ({
     runs: async () => found.runs,
     list: async (run, step, search) => found.rollouts.filter((r) => r.run === run && (step === ALL || r.step === step)
-      && (!search || [r.detail.prompt, r.detail.text, r.detail.pieces?.join("") ?? ""].some((t) => t.toLowerCase().includes(search)))),
+      && (!search || texts(r.detail).some((t) => t.toLowerCase().includes(search)))),
     detail: async (rollout) => rollout.detail,
   });
   const fetched = async (path, values) => {
@@ -173,6 +174,7 @@
   function showDetail(rollout, found) {
     const facts = element("div", undefined, "facts");
     facts.append(verdict(rollout), element("span", `step ${rollout.step.toLocaleString("en-US")}`), element("span", `${rollout.prompt_id} · sample ${rollout.sample}`),
+      ...(rollout.turns ? [element("span", `${rollout.turns.toLocaleString("en-US")} turns`)] : []),
       element("span", `${rollout.tokens.toLocaleString("en-US")} tokens`), element("span", { stop: "stopped", length: "truncated", abort: "aborted" }[rollout.finish]),
       element("span", `weights ${weights(rollout)}`), element("span", `compresses ${rollout.compression.toFixed(1)}×`));
     if (rollout.repeats) facts.append(badge(`last ${rollout.repeats.toLocaleString("en-US")} tokens repeat`, "flag"));
@@ -190,7 +192,7 @@
     $("reader-colour").disabled = available.length < 2;
     const colouring = available.find(({ key }) => key === state.colour) ?? available[0];
     $("reader-colour").value = colouring.key;
-    if (!found.pieces) return [block("Response", found.text)];
+    if (!found.pieces) return [found.turns ? transcript(found.turns) : block("Response", found.text)];
     const heading = element("h5", "Response"), tokens = element("div", undefined, "tokens");
     const readout = element("p", "Point at a token, or focus the response and use the arrow keys.", "readout");
     tokens.tabIndex = 0;
@@ -205,8 +207,9 @@
       if (values) paint(span, values[index], top, colouring.kind);
       return span;
     });
-    if (found.gap) spans.splice(found.gap.at, 0, element("span", `\n… ${found.gap.tokens.toLocaleString("en-US")} tokens are left out …\n`, "gap"));
-    tokens.append(...spans);
+    const between = (found.turns ?? []).map((turn) => ({ at: turn.at, node: observed(turn) }));
+    if (found.gap) between.push({ at: found.gap.at, node: element("span", `\n… ${found.gap.tokens.toLocaleString("en-US")} tokens are left out …\n`, "gap") });
+    spans.forEach((span, index) => tokens.append(...between.filter(({ at }) => at === index).map(({ node }) => node), span));
     if (values) heading.append(scale(colouring, top));
     const point = (index) => showValues(readout, found, index);
     tokens.addEventListener("pointerover", ({ target }) => { if (target.dataset.at !== undefined) point(Number(target.dataset.at)); });
@@ -223,6 +226,22 @@
       point(state.token);
     });
     return [heading, tokens, readout];
+  }
+
+  // What the student read before a turn.
+  function observed({ observed, restarts }) {
+    const span = element("span", restarts ? "\n… a new context …\n" : "", "observed");
+    highlighted(span, observed);
+    return span;
+  }
+
+  function transcript(turns) {
+    const both = block("Response", ""), body = both.querySelector("pre");
+    for (const turn of turns) {
+      body.append(observed(turn));
+      highlighted(body, turn.text);
+    }
+    return both;
   }
 
   // The value that gets the full colour: the 98th percentile, so that single tokens do not pale others.

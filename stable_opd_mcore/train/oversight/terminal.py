@@ -75,7 +75,9 @@ def sample_text(step: int, rollout: Rollout) -> str:
     verdict = {None: "not graded", True: "right", False: "wrong"}[right]
     ending = {"stop": "stopped", "length": "truncated", "abort": "aborted"}[rollout.finish_reason]
     answer = "" if rollout.prompt.answer is None else f" (gold answer {rollout.prompt.answer})"
-    head = f"step {step}, {len(rollout.token_ids)} tokens, {ending}, {verdict}{_cut(answer)}"
+    turns = "" if len(rollout.turns) == 1 else f"turn {len(rollout.turns)}, "
+    numbers = f"{turns}{len(rollout.token_ids)} tokens"
+    head = f"step {step}, {numbers}, {ending}, {verdict}{_cut(answer)}"
     return f"--- a rollout of {head}\n{_cut(rollout.prompt.text)}\n>>> {_cut(rollout.text)}\n---"
 
 

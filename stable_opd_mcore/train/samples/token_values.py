@@ -110,10 +110,12 @@ def write_token_values(path: Path, values: Sequence[RolloutValues], tokenizer: T
     texts: list[TokenText] = []
     for of in values:
         ids = of.rollout.prompt.golden_token_ids
+        lengths = [turn.num_tokens for turn in of.rollout.turns]
+        turns = np.split(of.rollout.token_ids, np.cumsum(lengths)[:-1])
         text = TokenText(
             prompt_id=of.rollout.prompt.prompt_id,
             sample_index=of.rollout.sample_index,
-            pieces=tuple(tokenizer.pieces(of.rollout.token_ids.tolist())),
+            pieces=tuple(piece for ids in turns for piece in tokenizer.pieces(ids.tolist())),
             values=of.values,
             golden=None if ids is None else tokenizer.decode(ids),
         )
