@@ -22,6 +22,7 @@ from stable_opd_mcore.checks import (
     stops,
     templates,
     tokens,
+    transcripts,
 )
 from stable_opd_mcore.checks.finding import Finding, finding, refused
 from stable_opd_mcore.checks.lazy_inputs import Place, RunInputs
@@ -35,6 +36,7 @@ from stable_opd_mcore.errors import ConfigError, UserError
 from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from stable_opd_mcore.planning.hardware import Cluster
+from stable_opd_mcore.records import Sample
 
 # Each returns its findings. An error that `train` has too is raised.
 Check = Callable[[Any], Iterable[Finding] | None]
@@ -63,6 +65,7 @@ OF_A_COLD_START: Checks = {
     "run directory": (output_directory.other_settings,),
 }
 OF_A_RUN: Checks = {
+    "chat template": (transcripts.different_bridges,),
     "models": (
         model_directories.student_settings,
         model_directories.teacher_settings,
@@ -127,7 +130,7 @@ def check_models(student: ModelFiles, teacher: ModelFiles) -> Report:
 def check_config(config: Config, place: Place | None, accept_changes: bool = False) -> Report:
     """Everything that is known of a run before its models are loaded; see `RunInputs`."""
     inputs = RunInputs(config, place, accept_changes)
-    findings, facts, prompts = [], [], ()
+    findings, facts, prompts, shown = [], [], (), ()
     try:
         pair = inputs.pair
     except UserError as error:
@@ -137,6 +140,7 @@ def check_config(config: Config, place: Place | None, accept_changes: bool = Fal
             findings.append(finding("unknown-teacher", gap=pair.teacher_gap))
         findings += _found(OF_A_PAIR, pair)
         facts, prompts = _facts(pair), _prompts(pair, inputs.example, inputs.teacher_example)
+        shown = _transcripts(pair, inputs.transcript)
     findings += _found(OF_A_RUN, inputs)
     if config.cold_start is not None:
         cold = RunInputs(cold_start_config(inputs.config), place, accept_changes)
@@ -146,7 +150,7 @@ def check_config(config: Config, place: Place | None, accept_changes: bool = Fal
     for read in (data_rows.facts, gpu_fit.facts):
         with suppress(UserError):  # a finding says so
             facts += read(inputs)
-    return Report(tuple(_distinct(findings)), (*facts, here.line()), prompts)
+    return Report(tuple(_distinct(findings)), (*facts, here.line()), prompts, shown)
 
 
 def check_file(
@@ -226,3 +230,11 @@ def _prompts(
             text = "the template fails"
         shown.append((model.role, text))
     return tuple(shown)
+
+
+def _transcripts(pair: Pair, sample: Sample | None) -> tuple[tuple[str, str], ...]:
+    """A sample of several turns as each model reads it; see `_prompts`."""
+    if sample is None:
+        return ()
+    models = pair.models_with_own_tokenizer
+    return tuple((model.role, transcripts.shown_transcript(model, sample)) for model in models)

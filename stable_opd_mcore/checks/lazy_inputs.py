@@ -16,11 +16,13 @@ from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.data.chat import Tokenizer, stop_sources
 from stable_opd_mcore.data.prompts import PromptSet
+from stable_opd_mcore.data.samples import golden_samples
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.models.families import Architecture, read_fields
 from stable_opd_mcore.planning.hardware import DEVICES, Cluster
 from stable_opd_mcore.planning.plan import Plan, make_plan
+from stable_opd_mcore.records import Sample
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
     load_held_out,
@@ -196,6 +198,16 @@ class RunInputs:
             return self.prompts.problems()[0]
         except UserError:
             return EXAMPLE
+
+    @property
+    def transcript(self) -> Sample | None:
+        """The first golden solution of several turns; None without one, or where `train` refuses
+        the rows."""
+        try:
+            prompt = self.prompts.golden_transcript()
+        except UserError:
+            return None
+        return None if prompt is None else golden_samples([prompt])[0]
 
     @property
     def teacher_example(self) -> str | None:

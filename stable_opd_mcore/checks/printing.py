@@ -16,7 +16,7 @@ from stable_opd_mcore.checks.finding import SEVERITIES, Finding
 from stable_opd_mcore.host.printable_text import printable
 
 _WIDTH = 110
-_TEMPLATE_CHARACTERS = 1500
+_PROMPT_CHARACTERS, _TRANSCRIPT_CHARACTERS = 1500, 6000
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Report:
     findings: tuple[Finding, ...]
     facts: tuple[str, ...] = ()  # lines: models, stop class, software
     prompts: tuple[tuple[str, str], ...] = ()  # (role, an example by its template), up to two
+    transcripts: tuple[tuple[str, str], ...] = ()  # (role, an example of several turns), up to two
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -51,14 +52,19 @@ class Report:
             "errors": len(self.errors),
             "facts": self.facts,
             "prompts": dict(self.prompts),
+            "transcripts": dict(self.transcripts),
         }
         return json.dumps(values, indent=1)
 
     def text(self) -> str:
-        """Facts, both templates side by side, findings: errors first, the verdict last."""
+        """Facts, examples of both models side by side, findings: errors first, the verdict last."""
         parts = ["\n".join(map(printable, self.facts))] if self.facts else []
         if self.prompts:
-            parts.append(_side_by_side(self.prompts))
+            title = "a problem's prompt, by each template"
+            parts.append(_side_by_side(title, self.prompts, _PROMPT_CHARACTERS))
+        if self.transcripts:
+            title = "a conversation, as each model reads it"
+            parts.append(_side_by_side(title, self.transcripts, _TRANSCRIPT_CHARACTERS))
         parts += map(finding_text, by_severity(self.findings))
         return "\n\n".join([*parts, self.verdict])
 
@@ -76,15 +82,12 @@ def finding_text(finding: Finding) -> str:
     return "\n".join(map(printable, lines))
 
 
-def _side_by_side(prompts: Sequence[tuple[str, str]]) -> str:
-    table = Table(title="a problem's prompt, by each template", width=_WIDTH)
-    for role, _ in prompts:
+def _side_by_side(title: str, texts: Sequence[tuple[str, str]], characters: int) -> str:
+    table = Table(title=title, width=_WIDTH)
+    for role, _ in texts:
         table.add_column(role, overflow="fold", ratio=1)
-    shown = [printable(text) for _, text in prompts]
-    cut = [
-        text if len(text) <= _TEMPLATE_CHARACTERS else f"{text[:_TEMPLATE_CHARACTERS]} ..."
-        for text in shown
-    ]
+    shown = [printable(text) for _, text in texts]
+    cut = [text if len(text) <= characters else f"{text[:characters]} ..." for text in shown]
     table.add_row(*(Text(text) for text in cut))
     console = Console(width=_WIDTH, color_system=None)
     with console.capture() as capture:

@@ -66,6 +66,10 @@ class Bridge:
         extends = ids[:length] == tuple(context_ids)
         return Observed(ids[length:] if extends else ids, text, number, restarts=not extends)
 
+    def between(self, role: str) -> str:
+        """All that `append` writes around a message of this role, with "..." as its text."""
+        return self._after_mark([_USER], [{"role": role, "content": "..."}])
+
     def said(self, turn: Message) -> str:
         """What an assistant says in a turn, its tool calls as the chat template writes them.
 

@@ -149,6 +149,9 @@ class PromptSet:
         self._prompts = [np.array(prompts[index], np.int32) for index in kept]
         self._goldens = [np.array([*chain(*goldens[index])], np.int32) for index in kept]
         self._golden_turns = [tuple(map(len, goldens[index])) for index in kept]
+        # Roles of the messages between two golden turns.
+        between = {turn["role"] for index in kept for turn in rows[index].golden_turns}
+        self.roles_between = frozenset(between) - {"assistant"}
         self._teacher_prompts = [np.array(own[index], np.int32) for index in kept if own]
 
     def __len__(self) -> int:
@@ -189,6 +192,12 @@ class PromptSet:
     def golden_lengths(self) -> list[int]:
         """Tokens of every golden solution, of its longest turn; 0 for a row without one."""
         return [max(turns[::2], default=0) for turns in self._golden_turns]
+
+    def golden_transcript(self) -> Prompt | None:
+        """The first prompt with several golden turns; None without one."""
+        several = (index for index, turns in enumerate(self._golden_turns) if len(turns) > 1)
+        index = next(several, None)
+        return None if index is None else self[index]
 
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts of these rows, in this order."""

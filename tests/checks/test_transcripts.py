@@ -1,0 +1,92 @@
+"""What a teacher reads between two turns, and an example of several turns for people."""
+
+import json
+
+import pytest
+
+from stable_opd_mcore.checks.checklist import check_config
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
+from stable_opd_mcore.checks.transcripts import different_bridges, shown_transcript
+from stable_opd_mcore.records import Sample
+from tests.checks.directories import TEMPLATE, the, write_model
+from tests.train.runs import tiny_config
+
+OPENS = TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+NO_TOOLS = TEMPLATE.replace(
+    "{% for", "{{ raise_exception('No!') if messages[-1].role == 'tool' }}{% for", 1
+)
+ENDS_OTHERWISE = TEMPLATE.replace("<|im_end|>", "<|box_start|>")
+TURNS = [
+    {"role": role, "content": content}
+    for role, content in (("user", "1+1?"), ("assistant", "2"), ("tool", "So?"), ("assistant", "3"))
+]
+OFF_POLICY = {"objective": {"name": "gkd", "on_policy_fraction": 0.5}}
+
+
+def config_of(tmp_path, golden="all", role="tool", prompt=None, **models):
+    rows = tmp_path / "rows.jsonl"
+    turns = [{**turn, "role": role} if turn["role"] == "tool" else turn for turn in TURNS]
+    row = {"messages": turns, "hint": "2"}
+    rows.write_text("".join(json.dumps({**row, "id": str(n)}) + "\n" for n in range(8)))
+    columns = {"messages": "messages", "answer": None, "golden": golden}
+    sections = OFF_POLICY | models.pop("sections", {})
+    for name in ("student", "teacher"):
+        path = write_model(tmp_path / name, template=models.get(name, TEMPLATE))
+        sections[name] = {"path": path, "architecture": None}
+    sections["teacher"] |= {"prompt": prompt} if prompt else {}
+    data = {"train": {"path": str(rows), "columns": columns}, "eval": None}
+    settings = {"data": data, "tokenizer": {"path": None}, "evaluation": {"every": 0}, **sections}
+    return tiny_config(tmp_path, "run", **settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({}, None),
+        ({"teacher": OPENS}, "'<|im_end|>\\n<|im_start|>tool\\n...<|im_end|>\\n<|im_start|>assis"),
+        ({"teacher": ENDS_OTHERWISE}, "'<|box_start|>\\n<|im_start|>tool\\n..."),
+        ({"teacher": NO_TOOLS}, "a tool message cannot follow a turn of the assistant"),
+        ({"teacher": NO_TOOLS, "role": "user"}, None),
+        ({"teacher": None}, None),
+        ({"teacher": OPENS, "golden": "last"}, None),
+        ({"teacher": OPENS, "sections": {"objective": {"name": "opd"}}}, None),
+        ({"teacher": OPENS, "student": OPENS}, None),
+    ],
+)
+def test_a_teacher_that_scores_turns_writes_the_same_between_them(tmp_path, changes, shown):
+    found = list(different_bridges(RunInputs(config_of(tmp_path, **changes), None)))
+    assert bool(found) == (shown is not None)
+    for finding in found:
+        assert finding.severity == "error"
+        (_, own), (_, others) = finding.values
+        assert own.startswith("'<|im_end|>\\n<|im_start|>tool\\n...<|im_end|>")
+        assert shown in others
+        assert "tokenizer.path" in finding.remedy
+
+
+def test_an_example_says_what_is_sampled_and_what_is_observed(tmp_path):
+    report = check_config(config_of(tmp_path, prompt="Hint: {{ hint }}"), None)
+    (of_student, student), (of_teacher, teacher) = report.transcripts
+    after = (
+        "[sampled: 2 tokens]\n2<|im_end|>\n"
+        "[observed: 23 tokens]\n\n<|im_start|>tool\nSo?<|im_end|>\n<|im_start|>assistant\n\n"
+        "[sampled: 2 tokens]\n3<|im_end|>"
+    )
+    start = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n\n"
+    assert of_student == "student"
+    assert student == "[prompt: 23 tokens]\n" + start.format("1+1?") + after
+    assert of_teacher == "teacher"
+    assert teacher == "[prompt: 26 tokens]\n" + start.format("Hint: 2") + after
+    assert "[observed: 23 tokens]" in report.text()
+    assert json.loads(report.as_json())["transcripts"]["student"] == student
+
+
+def test_a_long_piece_loses_its_middle_and_one_turn_is_no_transcript(tmp_path):
+    inputs = RunInputs(config_of(tmp_path), None)
+    ids = inputs.tokenizer.encode("1" * 5000)
+    sample = Sample("golden", "p", [9, *ids], [1], 1, [True])
+    shown = shown_transcript(inputs.pair.student, sample)
+    assert shown.endswith(f"[observed: 4999 tokens]\n{'1' * 200} ... {'1' * 200}")
+    assert RunInputs(config_of(tmp_path, golden="last"), None).transcript is None
+    report = check_config(config_of(tmp_path, teacher=OPENS), None)
+    assert the(report.findings, "the templates write another text around a tool message")
