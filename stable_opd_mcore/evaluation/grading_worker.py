@@ -4,16 +4,11 @@ Imports only the standard library and what judges, so that a worker starts fast 
 a distributed run. Not here: the pool of workers and an item's time limit (grading.py).
 """
 
-import functools
-import gc
-import logging
 import os
 import re
-import resource
 import signal
-import warnings
 from collections.abc import Callable, Mapping
-from numbers import Real
+from functools import lru_cache, partial
 from typing import Any
 
 from stable_opd_mcore.evaluation.answers import (
@@ -25,10 +20,10 @@ from stable_opd_mcore.evaluation.answers import (
     same_letters,
     with_units,
 )
-from stable_opd_mcore.host.user_code import UserFunction
+from stable_opd_mcore.host.user_code import InvalidValueError, UserFunction, as_reward
+from stable_opd_mcore.host.worker_processes import start_user_code
 
-_MEMORY_BYTES = 4 * 2**30
-_LOADING_SECONDS = 60
+_MEMORY_GIB = 4.0
 _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
 _GSM8K_ANSWER = re.compile(r"(?:\A|\n)####[ \t]*([^\n]+?)\s*\Z")
 _FINAL_ANSWER = re.compile(r"final answer is.{1,200}I hope", re.IGNORECASE | re.DOTALL)
@@ -71,7 +66,7 @@ def _parsed(text: str) -> list[Any]:
     return parse(text, parsing_timeout=0)
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def _parsed_gold(gold: str) -> list[Any]:
     """The gold answer as math-verify reads it, whole. Samples of one problem share it."""
     from math_verify import LatexExtractionConfig, parse
@@ -128,24 +123,12 @@ _users: dict[str, Callable[..., Any]] = {}  # the user's functions, in a process
 def start_worker(rewards: Mapping[str, UserFunction | None]) -> None:
     """Import and warm up before the first item's time limit starts.
 
-    SIGTERM is ignored: Slurm sends it to every process of a job step, and the trainer still
-    finishes its training step. `rewards` holds the user's functions by name; None where a response
-    is compared with its answer.
+    `rewards` holds the user's functions by name; None where a response is compared with its answer.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    if None in rewards.values():
-        is_right("\\boxed{1}", "1")
-    signal.setitimer(signal.ITIMER_REAL, _LOADING_SECONDS)  # it ends the process
-    _users.update({name: function.load() for name, function in rewards.items() if function})
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    gc.freeze()  # collections need not visit sympy's 80,000 objects
-    gc.set_threshold(50_000)
-    with open(os.devnull, "wb") as null:  # what libraries print is of no use to anyone
-        os.dup2(null.fileno(), 1)
-        os.dup2(null.fileno(), 2)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    functions = {name: function for name, function in rewards.items() if function}
+    compares = None in rewards.values()
+    warm_up = partial(is_right, "\\boxed{1}", "1") if compares else lambda: None
+    _users.update(start_user_code(functions, _MEMORY_GIB, warm_up))
 
 
 def rewarded(
@@ -157,10 +140,9 @@ def rewarded(
     """
     signal.setitimer(signal.ITIMER_REAL, orphan_seconds)
     try:
-        value = _users[reward](dict(columns), response)
-        if isinstance(value, Real) and 0 <= float(value) <= 1:
-            return float(value)
-        return "invalid", f"{value!r:.200} is not a number in [0, 1]"
+        return as_reward(_users[reward](dict(columns), response))
+    except InvalidValueError as error:
+        return "invalid", str(error)
     except MemoryError:
         os._exit(1)
     except Exception as error:  # the user's code may raise anything

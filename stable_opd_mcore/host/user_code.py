@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,10 @@ from typing import Any
 import xxhash
 
 from stable_opd_mcore.errors import ConfigError
+
+
+class InvalidValueError(Exception):
+    """The user's code gave something else than what was expected; the text says what."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +83,10 @@ def read_user_function(named: str, parameters: Sequence[str]) -> UserFunction:
         given = f"{name}{inspect.signature(function)}"
         raise ConfigError(f"{path}: {given} cannot be called: {error}; {wanted}") from error
     return found
+
+
+def as_reward(value: object) -> float:
+    """A reward that the user's code returned. Raises InvalidValueError if it is none."""
+    if isinstance(value, Real) and 0 <= float(value) <= 1:
+        return float(value)
+    raise InvalidValueError(f"{value!r:.200} is not a number in [0, 1]")

@@ -1,8 +1,29 @@
-"""Worker processes that end when the process that started them has ended."""
+"""Processes that work for another one and end when it has ended; some run the user's code."""
 
+import gc
+import logging
 import multiprocessing
 import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any
+
+from stable_opd_mcore.host.user_code import UserFunction
+
+_LOADING_SECONDS = 60
+_PROGRAM = (
+    "import sys; from importlib import import_module; sys.path[:] = sys.argv[3:]; "
+    "import_module(sys.argv[1]).main(int(sys.argv[2]))"
+)
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # numpy would start more
 
 
 def end_with_parent() -> None:
@@ -20,3 +41,65 @@ def _wait_and_end() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+def start_process(
+    module: str, variables: Mapping[str, str], leads_group: bool = False
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a process that runs `main(file)` of a module, and return it with the other end of the
+    channel that has this file number. It has one thread for numpy.
+
+    Args:
+        variables: its environment variables next to those of this process.
+        leads_group: it gets a process group of its own, whose signals end its children too.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        file = theirs.fileno()
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, module, str(file), *sys.path],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **_ONE_THREAD, **variables},
+            pass_fds=[file],
+            process_group=0 if leads_group else None,
+        )
+    return process, Connection(ours.detach())
+
+
+def set_future(future: Future[Any], result: Any) -> None:
+    """Set the result, or the error that it is, of a future that nobody has cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+def start_user_code(
+    functions: Mapping[str, UserFunction],
+    memory_gib: float,
+    warm_up: Callable[[], object] = lambda: None,
+) -> dict[str, Callable[..., Any]]:
+    """Import the user's functions in this process, which from then on has `memory_gib` of address
+    space and writes nothing.
+
+    What the import prints is seen, and an import of more than a minute ends the process. SIGTERM is
+    ignored: Slurm sends it to every process of a job step, and the trainer still finishes its
+    training step.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    warm_up()
+    signal.setitimer(signal.ITIMER_REAL, _LOADING_SECONDS)  # it ends the process
+    loaded = {name: function.load() for name, function in functions.items()}
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    gc.freeze()  # collections need not visit the objects of what was imported
+    gc.set_threshold(50_000)
+    with open(os.devnull, "wb") as null:  # what libraries print is of no use to anyone
+        os.dup2(null.fileno(), 1)
+        os.dup2(null.fileno(), 2)
+    limit = int(memory_gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return loaded

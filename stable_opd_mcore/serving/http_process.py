@@ -15,24 +15,18 @@ import contextlib
 import itertools
 import logging
 import os
-import socket
 import subprocess
-import sys
 import threading
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.worker_processes import set_future, start_process
 from stable_opd_mcore.serving.channel import receive_message, send_message
 from stable_opd_mcore.serving.exchange import Server, ServerFailure
 from stable_opd_mcore.serving.requests import Request
 
-_PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[2:]; "
-    "from stable_opd_mcore.serving.http_worker import main; main(int(sys.argv[1]))"
-)
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # numpy would start more
 _JOIN_SECONDS = 10.0
 _log = logging.getLogger("stable_opd_mcore.serving")
 
@@ -112,16 +106,7 @@ class HttpProcess:
     def _start(self) -> Connection:
         if self._is_over:
             raise ServerFailure("this machine", "unreachable", "this process ends")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            file = theirs.fileno()
-            process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(file), *sys.path],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | _ONE_THREAD,
-                pass_fds=[file],
-            )
-        channel = Connection(ours.detach())
+        process, channel = start_process("stable_opd_mcore.serving.http_worker", {})
         try:
             _, error = receive_message(channel)
         except (EOFError, OSError):
@@ -149,7 +134,7 @@ class HttpProcess:
             with self._lock:
                 reply = self._pending.pop(number, None)
             if reply is not None:
-                _set(reply, result)
+                set_future(reply, result)
         with self._lock:
             lost, self._pending, self._channel = self._pending, {}, None
         code = process.wait()
@@ -158,16 +143,7 @@ class HttpProcess:
         detail = f"the process that talks to servers ended with code {code}"
         _log.warning("%s; the next request starts another", detail)
         for reply in lost.values():
-            _set(reply, ServerFailure("this machine", "unreachable", detail, transient=True))
-
-
-def _set(reply: Future[Any], result: Any) -> None:
-    if not reply.set_running_or_notify_cancel():
-        return  # it was cancelled
-    if isinstance(result, BaseException):
-        reply.set_exception(result)
-    else:
-        reply.set_result(result)
+            set_future(reply, ServerFailure("this machine", "unreachable", detail, transient=True))
 
 
 HTTP = HttpProcess()

@@ -101,11 +101,11 @@ def test_after_it_was_killed_its_requests_are_transient_failures_and_later_ones_
 
 def test_a_process_that_cannot_start_is_an_error_of_the_first_request(monkeypatch, silent):
     program = "import resource as r, sys; r.setrlimit(r.RLIMIT_NOFILE, (200, 200)); "
-    program += "from stable_opd_mcore.serving.http_worker import main; main(int(sys.argv[1]))"
-    monkeypatch.setattr("stable_opd_mcore.serving.http_process._PROGRAM", program)
+    program += "from stable_opd_mcore.serving.http_worker import main; main(int(sys.argv[2]))"
+    monkeypatch.setattr("stable_opd_mcore.host.worker_processes._PROGRAM", program)
     with pytest.raises(UserError, match=r"at least 512 open files.*limit of 200 .*ulimit -Hn"):
         HttpProcess().submit(0, Server(silent, None), HEALTH, 1.0)
-    monkeypatch.setattr("stable_opd_mcore.serving.http_process._PROGRAM", "raise SystemExit(3)")
+    monkeypatch.setattr("stable_opd_mcore.host.worker_processes._PROGRAM", "raise SystemExit(3)")
     with pytest.raises(UserError, match="ended with code 3 as it started"):
         HttpProcess().submit(0, Server(silent, None), HEALTH, 1.0)
 
@@ -138,8 +138,8 @@ def test_a_delayed_request_is_sent_later():
 def test_requests_beyond_the_open_files_wait_for_their_turn(silent, monkeypatch):
     """The process may open 600 files; 700 requests to a silent server, then one to another."""
     program = "import resource as r, sys; r.setrlimit(r.RLIMIT_NOFILE, (600, 600)); "
-    program += "from stable_opd_mcore.serving.http_worker import main; main(int(sys.argv[1]))"
-    monkeypatch.setattr("stable_opd_mcore.serving.http_process._PROGRAM", program)
+    program += "from stable_opd_mcore.serving.http_worker import main; main(int(sys.argv[2]))"
+    monkeypatch.setattr("stable_opd_mcore.host.worker_processes._PROGRAM", program)
     process, request = HttpProcess(), Generation((1,), Sampling(), 5)
     full = [process.submit(0, Server(silent, None), request, 600.0) for _ in range(700)]
     with http_server(lambda _: (200, b"{}")) as url:
