@@ -135,8 +135,9 @@ def load_sources(config: Config, required: Collection[str] = ()) -> list[Row]:
             raise UserError(
                 f"data.train: two sources are named {name}; give each a `name` of its own"
             )
-        rewarded = (source.reward or config.reward).function is not None
-        own = load_rows(source, with_columns=rewarded, required=required)
+        functions = (source.reward or config.reward, config.environment_of(source))
+        with_columns = any(each.function is not None for each in functions)
+        own = load_rows(source, with_columns=with_columns, required=required)
         ids = [f"{name}:{row.row_id.rpartition(':')[2]}" for row in own]
         rows[name] = [replace(row, row_id=row_id) for row, row_id in zip(own, ids, strict=True)]
     return [row for own in rows.values() for row in own]
@@ -183,7 +184,8 @@ def load_held_out(
     """The held-out prompts; None without `data.eval`."""
     if config.data.eval is None:
         return None
-    rows = held_out_rows(config.data.eval, with_columns=config.reward.function is not None)
+    has_function = (config.reward.function or config.environment.function) is not None
+    rows = held_out_rows(config.data.eval, with_columns=has_function)
     return held_out_prompts(rows, config, tokenizer, architecture)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import xxhash
 
+from stable_opd_mcore.config.data import RewardConfig
+from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.json_files import read_json_object
@@ -81,13 +83,16 @@ def _own_code(config: Config) -> Iterator[tuple[str, str]]:
     """Setting and file of each function of the user's own."""
     if is_user_function(config.objective.name):
         yield "objective.name", config.objective.read().path
-    rewards = {"reward": config.reward}
+    sections: dict[str, RewardConfig | EnvironmentConfig | None] = {
+        "reward": config.reward,
+        "environment": config.environment,
+    }
     for number, source in enumerate(config.data.sources):
-        if source.reward is not None:
-            rewards[f"data.train.{number}.reward"] = source.reward
-    for key, reward in rewards.items():
-        if reward.function is not None:
-            yield f"{key}.function", reward.read().path
+        sections[f"data.train.{number}.reward"] = source.reward
+        sections[f"data.train.{number}.environment"] = source.environment
+    for key, section in sections.items():
+        if section is not None and section.function is not None:
+            yield f"{key}.function", section.read().path
 
 
 def _describe(path: Path) -> str:

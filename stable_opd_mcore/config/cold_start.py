@@ -13,7 +13,7 @@ def cold_start_config(config: Config) -> Config:
     values["objective"] = {"name": "sft"}
     values["rollout"] = {"prompts_per_step": cold.prompts_per_step}  # it samples none
     # Without rollouts these have no use.
-    for section in ("aggregation", "kl", "mixture", "reference", "guard"):
+    for section in ("aggregation", "environment", "kl", "mixture", "reference", "guard"):
         del values[section]
     values["sampling"] = {"max_new_tokens": config.sampling.max_new_tokens}
     min_lr = min(config.optimizer.min_lr, cold.lr)

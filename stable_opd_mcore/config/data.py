@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
 
+from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.config.section import Section
 from stable_opd_mcore.host.user_code import UserFunction, read_user_function
 
@@ -82,6 +83,9 @@ class TrainSource(SourceConfig):
     reward: RewardConfig | None = None
     """Reward of its rows, in place of the whole of the run's `reward`: without a `function` here,
     the rows' answers count. `null`: the run's `reward`."""
+    environment: EnvironmentConfig | None = None
+    """Environment of its rows, in place of the whole of the run's `environment`: without a
+    `function` here, its episodes have one turn. `null`: the run's `environment`."""
 
 
 def _kind(value: object) -> str:

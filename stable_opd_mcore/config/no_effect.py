@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 
+from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 
 _OF_ROLLOUTS = (
     "aggregation",
+    "environment.function",
     "kl.beta",
     "mixture.lambda",
     "objective.masks",
@@ -51,6 +53,9 @@ def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
     ):
         if not is_met:
             reasons.setdefault(key, f"it needs {needs}")
+    if config.environment.function is None:
+        needs = "it needs environment.function"
+        reasons |= {f"environment.{key}": needs for key in EnvironmentConfig.model_fields}
     defaults = Config.model_construct()
     for key, reason in sorted(reasons.items()):
         value = _value(config, key)

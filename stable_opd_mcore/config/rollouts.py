@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from stable_opd_mcore.config.horizon import horizon_at, require_growth
 from stable_opd_mcore.config.section import Section, Url
 
 MAX_STALENESS = 8  # the largest rollout.max_staleness
@@ -27,23 +28,12 @@ class SamplingConfig(Section):
 
     def budget(self, step: int) -> int:
         """Longest response of the step that follows `step` finished ones: docs/method.md §3."""
-        if self.horizon_start is None or self.horizon_steps is None:
-            return self.max_new_tokens
-        growth = self.max_new_tokens - self.horizon_start
-        return self.horizon_start + growth * min(step, self.horizon_steps) // self.horizon_steps
+        return horizon_at(step, self.horizon_start, self.horizon_steps, self.max_new_tokens)
 
     @model_validator(mode="after")
     def _horizon_grows(self) -> Self:
-        if (self.horizon_start is None) != (self.horizon_steps is None):
-            raise ValueError(
-                f"sampling.horizon_start={self.horizon_start} with sampling.horizon_steps="
-                f"{self.horizon_steps}: a growing horizon needs both; set both or neither"
-            )
-        if self.horizon_start is not None and self.horizon_start >= self.max_new_tokens:
-            raise ValueError(
-                f"sampling.horizon_start={self.horizon_start} is not below sampling.max_new_tokens="
-                f"{self.max_new_tokens}, to which it grows; lower it"
-            )
+        start, steps = self.horizon_start, self.horizon_steps
+        require_growth("sampling", start, steps, "max_new_tokens", self.max_new_tokens)
         return self
 
 

@@ -11,7 +11,8 @@ from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
-from stable_opd_mcore.config.data import DataConfig, RewardConfig
+from stable_opd_mcore.config.data import DataConfig, RewardConfig, TrainSource
+from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.config.evaluation_settings import EvaluationConfig, MonitoringConfig
 from stable_opd_mcore.config.guard_settings import GuardConfig
 from stable_opd_mcore.config.models import (
@@ -23,6 +24,7 @@ from stable_opd_mcore.config.models import (
 from stable_opd_mcore.config.rollouts import RolloutConfig, SamplingConfig
 from stable_opd_mcore.config.section import Section
 from stable_opd_mcore.config.training import (
+    LARGEST_WATCHDOG_MINUTES,
     LONGEST_WAIT_MINUTES,
     CheckpointConfig,
     ColdStartConfig,
@@ -198,6 +200,7 @@ class Config(Section):
     tokens. `token_mean`: mean over all tokens. `constant`: sum over tokens divided by the number of
     responses times `sampling.max_new_tokens`."""
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     normaliser: Literal["global", "per_source"] = "global"
     """What the means of every term are over, where `data.train` is a list. `global`: all samples of
     the minibatch. `per_source`: those of each source, and the sources by their weights:
@@ -215,6 +218,10 @@ class Config(Section):
     fault: FaultConfig = FaultConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+
+    def environment_of(self, source: TrainSource) -> EnvironmentConfig:
+        """The environment of a source's rows; without a function they have one turn."""
+        return source.environment or self.environment
 
     def replaced(self, **sections: dict[str, Any]) -> Config:
         """This config with other values in these sections, which are taken as they are."""
@@ -290,6 +297,7 @@ class Config(Section):
             )
         self._require_waits_below_watchdog()
         self._require_sources_fit()
+        self._require_environments_fit()
         self._require_guard_fits()
         for key, weight, section in (
             ("kl.beta", self.kl.beta, self.kl),
@@ -316,6 +324,26 @@ class Config(Section):
                 raise ValueError(
                     f"data.train: teacher {source.teacher!r} of {source.path} is not a key of "
                     f"teacher.routes; name one of these: {', '.join(routes) or 'none'}"
+                )
+
+    def _require_environments_fit(self) -> None:
+        minutes = self.fault.watchdog_minutes or LARGEST_WATCHDOG_MINUTES
+        for source in self.data.sources:
+            environment = self.environment_of(source)
+            reward = source.reward if source.environment else source.reward or self.reward
+            if environment.function is None:
+                continue
+            if reward is not None and reward.function is not None:
+                raise ValueError(
+                    f"reward.function={reward.function} with environment.function="
+                    f"{environment.function} for {source.path}: an environment returns the reward "
+                    "of its episodes; drop one of the two"
+                )
+            if 2 * environment.timeout_seconds >= 60 * minutes:
+                raise ValueError(
+                    f"environment.timeout_seconds={environment.timeout_seconds:g}: a step that "
+                    f"hangs is tried twice, and after {minutes:g} minutes the ranks that wait end "
+                    f"the run (fault.watchdog_minutes); set less than {30 * minutes:g}"
                 )
 
     def _require_teacher_fits(self) -> None:

@@ -172,7 +172,7 @@ COLLECTIVE_TIMEOUT_MINUTES = 24 * 60
 """Longest wait in a collective. It must be far above the watchdog's limit. The watchdog names the
 rank that hangs; a collective that times out earlier ends ranks that only wait for that rank."""
 LONGEST_WAIT_MINUTES = 40  # a run's longest wait for silent servers, see serving/timeouts.py
-_LARGEST_LIMIT_MINUTES = COLLECTIVE_TIMEOUT_MINUTES / 4
+LARGEST_WATCHDOG_MINUTES = COLLECTIVE_TIMEOUT_MINUTES / 4
 
 
 class FaultConfig(Section):
@@ -185,12 +185,12 @@ class FaultConfig(Section):
 
     @model_validator(mode="after")
     def _watchdog_first(self) -> Self:
-        if self.watchdog_minutes is not None and self.watchdog_minutes > _LARGEST_LIMIT_MINUTES:
+        if self.watchdog_minutes is not None and self.watchdog_minutes > LARGEST_WATCHDOG_MINUTES:
             raise ValueError(
                 f"fault.watchdog_minutes={self.watchdog_minutes:g} is more than a quarter of the "
                 f"collectives' time-out of {COLLECTIVE_TIMEOUT_MINUTES} minutes, which would end "
                 "the ranks that wait before the watchdog writes their stacks: set at most "
-                f"{_LARGEST_LIMIT_MINUTES:g}, or null"
+                f"{LARGEST_WATCHDOG_MINUTES:g}, or null"
             )
         return self
 

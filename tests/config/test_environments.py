@@ -1,0 +1,130 @@
+"""Settings of environments: what is refused, the turns of a step, a run's or a source's."""
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from stable_opd_mcore.checks.input_hashes import write_inputs
+from stable_opd_mcore.config.changes import changes, read_settings
+from stable_opd_mcore.config.cold_start import cold_start_config
+from stable_opd_mcore.config.environments import EnvironmentConfig
+from stable_opd_mcore.config.load import save_config
+from stable_opd_mcore.config.no_effect import refuse_without_effect
+from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.run_inputs import load_sources
+from tests.config.cases import run_of, run_with
+
+SOURCE = {"path": "synthetic:arithmetic"}
+FUNCTION = "environment.function=envs.py:episode"
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("envs.py").write_text(
+        "def episode(row, seed):\n    yield\n    return 1\n"
+        "def short(row): ...\n"
+        "def reward(row, response): return 1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            "environment.function=envs.py:short",
+            r"short\(row\) cannot be called: .*def short\(row, s",
+        ),
+        ("environment.function=absent.py:episode", "absent.py: No such file"),
+        ("environment.horizon_start=2", "environment.horizon_steps=None: a growing horizon needs"),
+        (
+            "environment.max_turns=4 environment.horizon_start=5 environment.horizon_steps=2",
+            "environment.horizon_start=5 is not below environment.max_turns=4, to which it grows",
+        ),
+        ("environment.max_turns=0", "max_turns: Input should be greater than 0"),
+        ("environment.timeout_seconds=0", "timeout_seconds: Input should be greater than 0"),
+        ("environment.memory_gib=0", "memory_gib: Input should be greater than 0"),
+        ("environment.history=all", "history: Input should be 'append' or 'template'"),
+        (
+            f"{FUNCTION} environment.timeout_seconds=60 fault.watchdog_minutes=2",
+            "60: a step that hangs is tried twice, and after 2 minutes .*; set less than 60",
+        ),
+        (f"{FUNCTION} environment.timeout_seconds=1e5 fault.watchdog_minutes=null", "than 10800"),
+        (
+            f"{FUNCTION} reward.function=envs.py:reward",
+            "reward.function=envs.py:reward with environment.function=envs.py:episode for synth",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_the_remedy(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        run_of(settings)
+
+
+def of_sources(*sources, **sections):
+    named = [SOURCE | {"name": str(place)} | source for place, source in enumerate(sources)]
+    return run_with(data={"train": named}, **sections)
+
+
+def test_the_environment_of_a_source_stands_for_that_of_the_run():
+    section = {"function": "envs.py:episode", "max_turns": 3}
+    reward = {"function": "envs.py:reward"}
+    config = of_sources({}, {"environment": {}, "reward": reward}, environment=section)
+    assert [config.environment_of(source).function for source in config.data.sources] == [
+        "envs.py:episode",
+        None,
+    ]
+    agentic = of_sources({}, {"environment": section}, reward=reward)
+    assert agentic.environment_of(agentic.data.sources[1]).max_turns == 3
+    with pytest.raises(ConfigError, match="drop one of the two"):
+        of_sources({"environment": section, "reward": reward})
+    with pytest.raises(ConfigError, match="drop one of the two"):
+        of_sources({"reward": reward}, environment=section)
+
+
+def test_turns_grow_from_the_start_to_the_maximum():
+    growing = EnvironmentConfig(max_turns=10, horizon_start=1, horizon_steps=18)
+    assert [growing.turns_at(step) for step in (0, 1, 2, 9, 17, 18, 99)] == [1, 1, 2, 5, 9, 10, 10]
+    assert EnvironmentConfig(max_turns=7).turns_at(0) == 7
+
+
+def test_settings_of_an_environment_without_one_are_refused():
+    with pytest.raises(ConfigError, match="max_turns=3 would have no effect: it needs environment"):
+        refuse_without_effect(run_of("environment.max_turns=3"), {})
+    refuse_without_effect(run_of(f"{FUNCTION} environment.max_turns=3"), {})
+    with pytest.raises(ConfigError, match=r"environment.function=.*sft has no rollouts"):
+        refuse_without_effect(run_of(f"{FUNCTION} objective.name=sft"), {})
+    cold = run_of(f"{FUNCTION} cold_start.steps=1 cold_start.lr=1")
+    refuse_without_effect(cold_start_config(cold), {})
+
+
+def test_a_run_from_before_environments_resumes(tmp_path):
+    config = of_sources({}, {"weight": 2.0})
+    stored = tmp_path / "stored.yaml"
+    save_config(config, stored)
+    values = OmegaConf.to_container(OmegaConf.load(stored))
+    assert isinstance(values, dict)
+    del values["environment"]
+    for source in values["data"]["train"]:
+        del source["environment"]
+    OmegaConf.save(OmegaConf.create(values), stored)
+    assert changes(read_settings(stored), config) == {}
+    other = of_sources({}, {"weight": 2.0}, environment={"workers": 9, "max_turns": 3})
+    assert changes(read_settings(stored), other) == {"environment.max_turns": (10, 3)}
+
+
+def test_a_run_keeps_the_file_of_its_environment_which_gets_all_columns(tmp_path):
+    Path("rows.jsonl").write_text(json.dumps({"problem": "?", "answer": "1", "game": "g"}))
+    source = {"path": "rows.jsonl", "columns": {"solution": None}}
+    with_own = source | {"name": "own", "environment": {"function": "envs.py:episode"}}
+    config = run_with(
+        data={"train": [source | {"name": "plain"}, with_own]},
+        run={"name": "r", "directory": str(tmp_path)},
+    )
+    assert [row.columns and row.columns["game"] for row in load_sources(config)] == [None, "g"]
+    write_inputs(config)
+    assert [path.name for path in config.run.files.own_code.iterdir()] == [
+        "data.train.1.environment.function.py"
+    ]
