@@ -1,0 +1,140 @@
+"""The trainer's end of a process that holds episodes (environment_worker.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from stable_opd_mcore.host.user_code import UserFunction
+from stable_opd_mcore.host.worker_processes import start_process
+from stable_opd_mcore.records import GradingFailure
+from stable_opd_mcore.rollout.environment_worker import MAX_ANSWER_BYTES, OUT_OF_MEMORY
+from stable_opd_mcore.serving.channel import send_message
+
+_MODULE = "stable_opd_mcore.rollout.environment_worker"
+_LONGEST_START_SECONDS = 180.0  # the process itself limits the import of the user's file
+_CLOSING_SECONDS = 10.0  # the process itself takes half of it
+_SAME_HASHES = {"PYTHONHASHSEED": "0"}  # sets have the same order in each process
+
+
+class EnvironmentFailure(Exception):
+    """A step or the start failed; the text says how."""
+
+    def __init__(self, failure: GradingFailure, reason: str) -> None:
+        super().__init__(reason)
+        self.failure: GradingFailure = failure
+
+
+class EnvironmentProcess:
+    """A process that starts now; `load` waits for it. One thread uses it; others may `kill` it."""
+
+    def __init__(self, function: UserFunction, timeout_seconds: float, memory_gib: float) -> None:
+        self._function = function
+        self._timeout_seconds, self._memory_gib = timeout_seconds, memory_gib
+        self._killing = threading.Lock()
+        self._process, self._channel = start_process(_MODULE, _SAME_HASHES, leads_group=True)
+        self.pid = self._process.pid
+        self.episodes: set[int] = set()  # the numbers of those that it holds
+        self.num_opened = 0
+        self.has_failed = False  # in an episode
+
+    def load(self) -> None:
+        """Let it import the user's file, whose errors are on standard error.
+
+        Raises, as the other methods do:
+            EnvironmentFailure: the episode failed, or the process, which has ended then.
+        """
+        self._set_limit(_LONGEST_START_SECONDS)
+        self._exchange((self._function, self._memory_gib, 2 * self._timeout_seconds + 10))
+        self._set_limit(self._timeout_seconds)
+
+    def open(self, number: int, row: Any, seed: int) -> dict[str, Any]:
+        """Begin an episode; its first answer, as `Episodes.open` gives it."""
+        self.num_opened += 1
+        self.episodes.add(number)
+        return self._step(number, ("open", number, row, seed))
+
+    def say(self, number: int, text: str, truncated: bool) -> dict[str, Any]:
+        """Give the student's turn to an episode."""
+        return self._step(number, ("say", number, text, truncated))
+
+    def close(self, number: int) -> None:
+        """End an episode; nothing happens if this process has none of this number."""
+        if number in self.episodes:
+            self.episodes.discard(number)
+            self._exchange(("close", number))
+
+    def has_ended(self) -> bool:
+        """Whether it has ended while no step was asked for."""
+        return self._channel.closed or self._channel.poll(0)
+
+    def kill(self) -> None:
+        """End the process and its children at once."""
+        with self._killing:
+            if self._process.returncode is None:  # not reaped: the number is still its own
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+                self._process.wait()
+
+    def end(self) -> None:
+        """End it, after it has closed its generators."""
+        self._channel.close()
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        state = os.WEXITED | os.WNOWAIT | os.WNOHANG  # without reaping it
+        while self._process.returncode is None and time.monotonic() < deadline:
+            with suppress(ChildProcessError):  # another thread killed it
+                if os.waitid(os.P_PID, self.pid, state) is not None:
+                    break
+            time.sleep(0.01)
+        self.kill()
+
+    def _step(self, number: int, message: tuple[Any, ...]) -> dict[str, Any]:
+        answer = self._exchange(message)
+        if "messages" not in answer:  # it is over
+            self.episodes.discard(number)
+        if "failure" in answer:
+            self.has_failed = True
+            raise EnvironmentFailure(answer["failure"], answer["reason"])
+        return answer
+
+    def _exchange(self, message: tuple[Any, ...]) -> dict[str, Any]:
+        try:
+            send_message(self._channel, message)
+            return json.loads(self._channel.recv_bytes(MAX_ANSWER_BYTES))
+        except BlockingIOError as error:
+            self._close()
+            reason = (
+                f"a step took longer than environment.timeout_seconds={self._timeout_seconds:g}"
+            )
+            raise EnvironmentFailure("timeout", reason) from error
+        except (EOFError, OSError) as error:
+            self._close()
+            raise EnvironmentFailure("crash", self._how_it_ended()) from error
+
+    def _close(self) -> None:
+        self.kill()
+        self._channel.close()
+        self.episodes.clear()
+
+    def _how_it_ended(self) -> str:
+        code = self._process.returncode
+        if code == OUT_OF_MEMORY:
+            return f"a step needed more memory than environment.memory_gib={self._memory_gib:g}"
+        if code < 0:
+            return f"a step ended its process, by signal {-code} ({signal.strsignal(-code)})"
+        return f"a step ended its process, with exit code {code}"
+
+    def _set_limit(self, seconds: float) -> None:
+        """Let reads and writes of the channel fail with BlockingIOError after this time."""
+        whole, rest = divmod(seconds, 1)
+        limit = struct.pack("ll", int(whole), int(rest * 1e6))
+        with socket.socket(fileno=os.dup(self._channel.fileno())) as end:  # the option is shared
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

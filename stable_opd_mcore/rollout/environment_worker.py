@@ -1,0 +1,212 @@
+"""What a process of an environment does: it holds the generators of its episodes and steps them.
+
+Imports only the standard library and the user's file, and no part of a distributed run. What the
+user's code gives leaves this process as JSON of bounded size, never pickled. Not here: time limits,
+replays, and which process has which episode (environments.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn, cast
+
+from stable_opd_mcore.host.user_code import InvalidValueError, UserFunction, as_reward
+from stable_opd_mcore.host.worker_processes import start_user_code
+from stable_opd_mcore.serving.channel import receive_message
+
+MAX_CHARACTERS = 1_000_000  # of one message; its middle is cut out of a longer one
+MAX_ANSWER_BYTES = 32 * 2**20  # JSON writes a character in up to 12
+OUT_OF_MEMORY = 3  # exit code
+_CLOSING_SECONDS = 5
+_CUT = "\n[...]\n"
+_ROLES = ("user", "tool")
+_ROLES_OF_A_CONTEXT = ("system", "user", "assistant", "tool")
+_EXPECTED = (
+    "a text (a message of the user), a list of messages "
+    '[{"role": "user" or "tool", "content": text}], {"restart": messages}, or, first, None'
+)
+Episode = Generator[Any, "Said", Any]
+
+
+class Said(str):
+    """A turn of the student, as the environment gets it: its text without the stop token."""
+
+    truncated: bool  # the turn ended at its budget of tokens, not with a stop token
+
+    def __new__(cls, text: str, truncated: bool) -> Said:
+        said = super().__new__(cls, text)
+        said.truncated = truncated
+        return said
+
+
+class Episodes:
+    """The episodes of this process, by the keys that the trainer gave them."""
+
+    def __init__(self, function: Callable[..., Any], file: str) -> None:
+        self._function = function
+        self._file = file
+        self._running: dict[Hashable, Episode] = {}
+
+    def open(self, key: Hashable, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """Begin an episode. As the next: what it answers, as JSON takes it."""
+        return self._advance(key, lambda: self._begun(key, row, seed), is_first=True)
+
+    def say(self, key: Hashable, text: str, truncated: bool) -> dict[str, Any]:
+        """Give the student's turn to an episode."""
+        return self._advance(key, lambda: self._running[key].send(Said(text, truncated)))
+
+    def close(self, key: Hashable) -> dict[str, Any]:
+        """End an episode, by its `finally`."""
+        episode = self._running.pop(key, None)
+        with suppress(BaseException):  # whatever the user's `finally` raises, nobody waits for it
+            if episode is not None:
+                episode.close()
+        return {}
+
+    def close_all(self) -> None:
+        for key in list(self._running):
+            self.close(key)
+
+    def _begun(self, key: Hashable, row: Mapping[str, Any], seed: int) -> Any:
+        episode: object = self._function(dict(row), seed)
+        if not isinstance(episode, Generator):
+            raise InvalidValueError(
+                f"the environment's function returned {_shown(episode)}; expected a generator: "
+                "write `said = yield observation` for each turn of the student"
+            )
+        self._running[key] = cast("Episode", episode)
+        return next(self._running[key])
+
+    def _advance(
+        self, key: Hashable, step: Callable[[], Any], is_first: bool = False
+    ) -> dict[str, Any]:
+        try:
+            try:
+                messages, restarts = _messages(step(), is_first)
+                return {"messages": messages, "restarts": restarts}
+            except StopIteration as end:
+                return {"reward": _reward(end.value)}
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        except InvalidValueError as error:
+            failure = {"failure": "invalid", "reason": str(error)}
+        except Exception as error:  # the user's code may raise anything
+            failure = {"failure": "crash", "reason": self._described(error)}
+        except BaseException:
+            os._exit(1)
+        self.close(key)
+        return failure
+
+    def _described(self, error: Exception) -> str:
+        """The error and the user's last line that led to it."""
+        text = f"{type(error).__name__}: {error!s:.300}"
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == self._file]
+        return f"{text} ({self._file}, line {lines[-1]})" if lines else text
+
+
+def _reward(value: object) -> float:
+    try:
+        return as_reward(value)
+    except InvalidValueError as error:
+        raise InvalidValueError(
+            f"the episode returned {_shown(value)}; expected its reward, a number in [0, 1]: end "
+            "it with `return reward`"
+        ) from error
+
+
+def _messages(yielded: object, is_first: bool) -> tuple[list[dict[str, str]] | None, bool]:
+    """What an episode yielded as messages, and whether they restart the context."""
+    if yielded is None and is_first:
+        return None, False
+    restarts = isinstance(yielded, Mapping) and cast("Any", yielded).keys() == {"restart"}
+    given: object = cast("Any", yielded)["restart"] if restarts else yielded
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list | tuple):
+        raise InvalidValueError(f"the episode yielded {_shown(yielded)}; expected {_EXPECTED}")
+    if not given:
+        raise InvalidValueError("the episode yielded no messages; expected at least one")
+    roles = _ROLES_OF_A_CONTEXT if restarts else _ROLES
+    messages = [_message(each, roles) for each in cast("Sequence[object]", given)]
+    size = sum(len(each["content"]) for each in messages)
+    if 12 * (size + 4 * len(messages)) > MAX_ANSWER_BYTES:
+        raise InvalidValueError(
+            f"the episode yielded {len(messages)} messages with {size} characters at once; "
+            f"expected at most {MAX_ANSWER_BYTES // 12}"
+        )
+    return messages, restarts
+
+
+def _message(given: object, roles: Sequence[str]) -> dict[str, str]:
+    message = cast("Mapping[Any, object]", given if isinstance(given, Mapping) else {})
+    role, content = message.get("role"), message.get("content")
+    if message.keys() != {"role", "content"} or not isinstance(content, str):
+        raise InvalidValueError(
+            f"the episode yielded the message {_shown(given)}; expected "
+            '{"role": ..., "content": text}'
+        )
+    if role not in roles:
+        raise InvalidValueError(
+            f"the episode yielded a message with the role {_shown(role)}; expected "
+            f"{' or '.join(roles)}"
+        )
+    return {"role": str(role), "content": _plain(content)}
+
+
+def _plain(text: str) -> str:
+    """A text that tokenizers take, without its middle where it is very long."""
+    if len(text) > MAX_CHARACTERS:
+        half = (MAX_CHARACTERS - len(_CUT)) // 2
+        text = text[:half] + _CUT + text[-half:]
+    return str.encode(text, "utf-8", "replace").decode()
+
+
+def _shown(value: object) -> str:
+    return "None" if value is None else f"{value!r:.100} ({type(value).__name__})"
+
+
+def main(file: int) -> None:
+    """Answer the trainer's messages until its end of the channel closes; then end the episodes,
+    this process and its children.
+
+    After twice the time limit of a step an alarm ends the process, in C code too: the trainer,
+    which keeps the limit, must be gone.
+    """
+    channel = Connection(file)
+    function, memory_gib, orphan_seconds = cast(
+        "tuple[UserFunction, float, float]", receive_message(channel)
+    )
+    loaded = start_user_code({"": function}, memory_gib)[""]
+    episodes = Episodes(loaded, function.path)
+    _answer(channel, {})  # ready
+    while True:
+        try:
+            kind, *arguments = receive_message(channel)
+        except (EOFError, OSError):
+            _end(episodes)
+        signal.setitimer(signal.ITIMER_REAL, orphan_seconds)
+        answer = getattr(episodes, kind)(*arguments)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _answer(channel, answer)
+
+
+def _answer(channel: Connection, answer: Mapping[str, Any]) -> None:
+    content = json.dumps(answer).encode()
+    with suppress(OSError):  # the trainer has ended; reading says so
+        channel.send_bytes(content)
+
+
+def _end(episodes: Episodes) -> NoReturn:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process; the user may have set it
+    signal.alarm(_CLOSING_SECONDS)
+    episodes.close_all()
+    os.killpg(0, signal.SIGKILL)
+    sys.exit()

@@ -1,0 +1,471 @@
+"""Environments in processes: order, failures, replays, and what may be yielded."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import CancelledError, Future
+
+import psutil
+import pytest
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.user_code import read_user_function
+from stable_opd_mcore.rollout import environments
+from stable_opd_mcore.rollout.environments import EnvironmentPool, Step
+from tests.processes import wait_until_ended
+
+FILE = """
+import os, signal, sys, time
+from pathlib import Path
+
+steps = 0
+
+def count(row, seed):
+    "Answers with how often and what the student has said, and ends after row['turns']."
+    said, all_said = None, []
+    for turn in range(row["turns"]):
+        said = yield f"{row['name']} {seed} {turn} {all_said}"
+        all_said.append(said + "!" if said.truncated else said)
+    return len(all_said) / 10
+
+def unlike(row, seed):
+    "Its answers depend on the process."
+    said = yield None
+    while True:
+        said = yield str(os.getpid())
+
+def fail(row, seed):
+    "Fails after the student says so; with a file `once` only as long as there is none."
+    said = yield None
+    while said != "end":
+        how, _, once = said.partition(" ")
+        if once and Path(once).exists():
+            how = ""
+        elif once:
+            Path(once).touch()
+        if how == "raise":
+            raise KeyError("the door")
+        if how == "hang":
+            while True: pass
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "quit":
+            raise SystemExit
+        if how == "memory":
+            bytearray(2**40)
+        said = yield "go on"
+    return 1
+
+def text(row, seed):
+    yield row["text"] * row["times"]
+    return 0
+
+def evaluated(row, seed):
+    "Yields and returns what the row says."
+    values = [eval(value) for value in row["values"]]
+    for value in values[:-1]:
+        yield value
+    return values[-1]
+
+def is_closed(row, seed):
+    try:
+        yield None
+    finally:
+        Path(row["file"]).write_text("closed")
+        if row.get("hangs"):
+            time.sleep(60)
+    return 1
+
+def hashes(row, seed):
+    yield str([hash("a"), list({"a", "b", "c", "d"}), "torch" in sys.modules])
+    return 0
+
+def in_this_process(row, seed):
+    global steps
+    steps += 1
+    if steps > 2:
+        raise RuntimeError("broken for good")
+    yield None
+    return 1
+
+def plain(row, seed):
+    return 1
+"""
+
+
+@pytest.fixture
+def pool_of(tmp_path):
+    """A pool of a function of FILE, or of another source, which ends with the test."""
+    pools = []
+
+    def make(name, workers=1, timeout_seconds=20.0, memory_gib=4.0, source=FILE):
+        path = tmp_path / f"envs{len(pools)}.py"
+        path.write_text(source)
+        function = read_user_function(f"{path}:{name}", ("row", "seed"))
+        pools.append(EnvironmentPool(function, workers, timeout_seconds, memory_gib))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.shutdown()
+
+
+def get(future: Future[Step]) -> Step:
+    return future.result(60)
+
+
+def texts(step: Step) -> list[tuple[str, str]] | None:
+    return None if step.observed is None else [(m["role"], m["content"]) for m in step.observed]
+
+
+def processes(pool):
+    return [worker._process for worker in pool._workers if worker._process is not None]
+
+
+def played(pool, key, turns, between=lambda turn: None):
+    """All steps of an episode of `count`."""
+    steps = [get(pool.open(key, {"turns": turns, "name": str(key)}, 7))]
+    for turn in range(turns):
+        between(turn)
+        steps.append(get(pool.say(key, f"t{turn}", truncated=turn == 1)))
+    return steps
+
+
+def expected_texts(key, turns):
+    said = ["t0", "t1!", *(f"t{turn}" for turn in range(2, turns))]
+    return [[("user", f"{key} 7 {turn} {said[:turn]}")] for turn in range(turns)]
+
+
+EXAMPLE = """
+class Game:
+    def __init__(self, goal, seed): self.goal, self.tries = goal, 0
+    def reset(self): return "Guess a number."
+    def step(self, said):
+        self.tries += 1
+        return "higher" if int(said) < self.goal else "lower", 1.0, int(said) == self.goal
+    def close(self): ...
+
+make = Game
+
+def episode(row, seed):
+    env = make(row["game"], seed)
+    try:
+        said = yield env.reset()
+        while True:
+            observation, reward, done = env.step(said)
+            if done:
+                return float(reward)
+            said = yield observation
+    finally:
+        env.close()
+"""
+
+
+def test_the_example_with_a_small_game(pool_of):
+    pool = pool_of("episode", source=EXAMPLE)
+    assert texts(get(pool.open("a", {"game": 3}, 0))) == [("user", "Guess a number.")]
+    assert get(pool.say("a", "1")) == Step(({"role": "user", "content": "higher"},))
+    assert get(pool.say("a", "3")) == Step(done=True, reward=1.0)
+    assert pool.take_counts() == Counter(steps=3)
+    assert pool.take_counts() == Counter()
+
+
+def test_many_episodes_over_two_workers_keep_their_order(pool_of):
+    pool = pool_of("count", workers=2)
+    results: dict[int, list[Step]] = {key: [] for key in range(60)}
+    are_done = threading.Event()
+
+    def go_on(key: int, future: Future[Step]) -> None:
+        """Called in a worker's thread, as an engine would be."""
+        steps = results[key]
+        steps.append(future.result())
+        if not steps[-1].done:
+            turn = len(steps) - 1
+            again = pool.say(key, f"t{turn}", truncated=turn == 1)
+            again.add_done_callback(lambda found: go_on(key, found))
+        elif all(found and found[-1].done for found in results.values()):
+            are_done.set()
+
+    for key in results:
+        row = {"turns": 1 + key % 5, "name": str(key)}
+        pool.open(key, row, 7).add_done_callback(lambda found, key=key: go_on(key, found))
+    assert are_done.wait(60)
+    for key, steps in results.items():
+        turns = 1 + key % 5
+        assert [texts(step) for step in steps[:-1]] == expected_texts(key, turns)
+        assert steps[-1] == Step(done=True, reward=turns / 10)
+    assert len(processes(pool)) == 2
+    assert [worker.num_episodes for worker in pool._workers] == [0, 0]
+    assert all(not process.episodes for process in processes(pool))
+
+
+@pytest.mark.parametrize("killed_before", [0, 1, 2])
+def test_a_process_killed_between_steps_costs_no_episode_anything(pool_of, killed_before):
+    pool = pool_of("count")
+    for key in "bc":
+        get(pool.open(key, {"turns": 1, "name": key}, 7))
+
+    def kill(turn):
+        if turn == killed_before:
+            os.kill(processes(pool)[0].pid, signal.SIGKILL)
+
+    steps = played(pool, "a", 3, kill)
+    assert [texts(step) for step in steps[:-1]] == expected_texts("a", 3)
+    assert steps[-1] == Step(done=True, reward=0.3, replays=1)
+    assert [get(pool.say(key, "t")) for key in "bc"] == [Step(done=True, reward=0.1, replays=1)] * 2
+    assert pool.take_counts() == Counter(steps=8, replays=3)
+
+
+@pytest.mark.parametrize(
+    ("how", "failure", "reason"),
+    [
+        ("raise", "crash", r"KeyError: 'the door' \(.*envs0.py, line 31\)"),
+        ("hang", "timeout", "a step took longer than environment.timeout_seconds=2"),
+        ("kill", "crash", r"a step ended its process, by signal 9 \(Killed\)"),
+        ("quit", "crash", "a step ended its process, with exit code 1"),
+        ("memory", "crash", "a step needed more memory than environment.memory_gib=4"),
+    ],
+)
+def test_an_episode_that_fails_is_played_again_once(
+    pool_of, tmp_path, caplog, how, failure, reason
+):
+    pool = pool_of("fail", timeout_seconds=2.0 if how == "hang" else 20.0)
+    for key in ("other", "once", "twice"):
+        assert get(pool.open(key, {}, 0)) == Step()
+        assert texts(get(pool.say(key, ""))) == [("user", "go on")]
+    pool.take_counts()
+    found = get(pool.say("once", f"{how} {tmp_path}/once"))
+    assert (texts(found), found.failure, found.replays) == ([("user", "go on")], None, 1)
+    pool.take_counts()
+    found = get(pool.say("twice", how))
+    assert (found.done, found.reward, found.failure) == (True, 0.0, failure)
+    assert re.fullmatch(reason, found.reason), found.reason
+    assert pool.take_counts()[failure] == 1
+    assert get(pool.say("other", "end")).reward == 1
+    assert get(pool.say("once", "end")).reward == 1
+    with pytest.raises(KeyError):
+        pool.say("twice", "")
+    (warned,) = caplog.messages
+    assert re.search(reason, warned)
+
+
+def test_an_error_is_played_again_in_another_process(pool_of):
+    """What is broken in one process must not end the episodes that could be played elsewhere."""
+    pool = pool_of("in_this_process", workers=2)
+    assert [get(pool.open(key, {}, 0)) for key in range(3)] == [Step()] * 3
+    broken, other = processes(pool)
+    for key in range(3):
+        pool.close(key)
+    assert get(pool.open("a", {}, 0)) == Step(replays=1)
+    assert get(pool.open("b", {}, 0)) == Step()
+    assert processes(pool)[0] != broken
+    assert processes(pool)[1] == other
+    assert get(pool.say("a", "")).reward == get(pool.say("b", "")).reward == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (["3"], r"returned 3 \(int\); expected its reward, a number in \[0, 1\]: end it with"),
+        (["None"], "returned None; expected its reward"),
+        (["1.5"], r"returned 1.5 \(float\)"),
+        (["float('nan')"], r"returned nan \(float\)"),
+        (["-1"], r"returned -1"),
+        (["'1'"], r"returned '1' \(str\)"),
+        (["'a'", "None", "1"], "yielded None; expected a text"),
+        (["3", "1"], r"yielded 3 \(int\); expected a text .* or, first, None"),
+        (["b'a'", "1"], r"yielded b'a' \(bytes\)"),
+        (["[]", "1"], "yielded no messages; expected at least one"),
+        (["{'restart': []}", "1"], "yielded no messages"),
+        (["{'restart': 'a', 'x': 1}", "1"], r"yielded \{'restart': 'a', 'x': 1\} \(dict\)"),
+        (["['a']", "1"], r"the message 'a' \(str\); expected \{\"role\""),
+        (["[{'role': 'user'}]", "1"], r"the message \{'role': 'user'\} \(dict\)"),
+        (["[{'role': 'user', 'content': 3}]", "1"], "the message {'role': 'user', 'content': 3}"),
+        (["[{'role': 'user', 'content': '', 'name': ''}]", "1"], "the message .*'name'"),
+        (
+            ["[{'role': 'system', 'content': ''}]", "1"],
+            r"role 'system' \(str\); expected user or t",
+        ),
+        (["[{'role': [], 'content': ''}]", "1"], r"role \[\] \(list\); expected user or tool"),
+        (["{'restart': [{'role': 'x', 'content': ''}]}", "1"], "expected system or user or assis"),
+        (
+            ["['a' * 9**6] and [{'role': 'user', 'content': 'a' * 10**6}] * 3", "1"],
+            "3 messages with",
+        ),
+    ],
+)
+def test_what_is_no_observation_and_no_reward_is_invalid(evaluated_pool, values, reason):
+    key = str(values)
+    step = get(evaluated_pool.open(key, {"values": values}, 0))
+    while not step.done:
+        step = get(evaluated_pool.say(key, ""))
+    assert (step.reward, step.failure, step.replays) == (0.0, "invalid", 1)
+    assert re.search(reason, step.reason), step.reason
+
+
+@pytest.fixture(scope="module")
+def evaluated_pool(tmp_path_factory):
+    path = tmp_path_factory.mktemp("envs") / "envs.py"
+    path.write_text(FILE)
+    pool = EnvironmentPool(read_user_function(f"{path}:evaluated", ("row", "seed")), workers=1)
+    yield pool
+    pool.shutdown()
+
+
+def test_texts_messages_and_new_contexts_are_observed(evaluated_pool):
+    user = {"role": "user", "content": "a"}
+    tool = {"role": "tool", "content": ""}
+    values = [
+        "None",
+        "''",
+        "[{'role': 'tool', 'content': ''}, {'role': 'user', 'content': 'a'}]",
+        "{'restart': 'a'}",
+        "{'restart': ({'role': 'system', 'content': 'a'}, {'role': 'user', 'content': 'a'})}",
+        "'\\ud800 \\U0001f600'",
+        "True",
+    ]
+    found = [get(evaluated_pool.open("good", {"values": values}, 0))]
+    found += [get(evaluated_pool.say("good", "\ud800")) for _ in values[1:]]
+    assert found == [
+        Step(),
+        Step(({"role": "user", "content": ""},)),
+        Step((tool, user)),
+        Step((user,), restarts=True),
+        Step(({"role": "system", "content": "a"}, user), restarts=True),
+        Step(({"role": "user", "content": "? \U0001f600"},)),  # tokenizers refuse half a pair
+        Step(done=True, reward=1.0),
+    ]
+
+
+def test_a_function_without_yield_says_so(pool_of):
+    found = get(pool_of("plain").open("a", {}, 0))
+    assert found.failure == "invalid"
+    assert "returned 1 (int); expected a generator: write `said = yield" in found.reason
+
+
+def test_a_hundred_megabytes_lose_their_middle_before_they_reach_the_trainer(pool_of):
+    pool = pool_of("text")
+    get(pool.open("warm", {"text": "a", "times": 1}, 0))
+    before = psutil.Process().memory_info().rss
+    for key in range(3):
+        found = get(pool.open(key, {"text": "\U0001f600b", "times": 10**8 // 5}, 0))
+        assert found.observed is not None
+        content = found.observed[0]["content"]
+        assert 999_990 < len(content) <= 1_000_000
+        assert content.startswith("\U0001f600b")
+        assert content.endswith("b")
+        assert "\n[...]\n" in content
+    assert psutil.Process().memory_info().rss - before < 64 * 2**20
+
+
+def test_an_environment_that_answers_otherwise_begins_anew(pool_of):
+    pool = pool_of("unlike")
+    get(pool.open("a", {}, 0))
+    first = get(pool.say("a", "x"))
+    os.kill(processes(pool)[0].pid, signal.SIGKILL)
+    assert get(pool.say("a", "y")) == Step(not_repeatable=True, replays=1)
+    assert get(pool.open("a", {}, 0)) == Step()
+    assert texts(get(pool.say("a", "x"))) != texts(first)
+    assert pool.take_counts() == Counter(steps=5, replays=1, not_repeatable=1)
+
+
+def test_failures_of_an_episode_that_begins_anew_count_on(pool_of, tmp_path):
+    source = FILE.replace('yield "go on"', "yield str(os.getpid())")
+    pool = pool_of("fail", source=source)
+    for expected in ("not_repeatable", "failure"):
+        get(pool.open("a", {}, 0))
+        get(pool.say("a", ""))
+        found = get(pool.say("a", "kill"))
+        assert found.not_repeatable == (expected == "not_repeatable")
+    assert (found.done, found.failure, found.replays) == (True, "crash", 0)
+
+
+def test_closed_episodes_run_their_finally(pool_of, tmp_path):
+    pool = pool_of("is_closed", timeout_seconds=1.0)
+    files = [tmp_path / name for name in "abc"]
+    for key, file in enumerate(files):
+        get(pool.open(key, {"file": str(file), "hangs": key == 1}, 0))
+    pool.close(0)
+    pool.close(0)  # nothing
+    pool.close(1)  # ends the process
+    assert get(pool.say(2, "")) == Step(done=True, reward=1.0, replays=1)
+    assert [file.read_text() for file in files] == ["closed"] * 3
+
+
+def test_the_hash_of_a_text_is_the_same_in_each_process(pool_of):
+    pool = pool_of("hashes", workers=2)
+    found = [get(pool.open(key, {}, 0)) for key in range(4)]
+    assert len(processes(pool)) == 2
+    assert found == [found[0]] * 4
+    assert "False" in str(found[0].observed), "the process has no torch"
+
+
+def test_processes_are_replaced_after_many_episodes(pool_of, monkeypatch):
+    monkeypatch.setattr(environments, "_EPISODES_PER_PROCESS", 2)
+    pool = pool_of("count")
+    get(pool.open("long", {"turns": 1, "name": ""}, 0))
+    (first,) = processes(pool)
+    for key in range(3):
+        played(pool, key, 1)
+    assert processes(pool) == [first], "it holds an episode"
+    get(pool.say("long", ""))
+    played(pool, "a", 1)
+    assert processes(pool) != [first]
+    assert pool.take_counts()["replays"] == 0
+
+
+def test_shutdown_ends_all_processes_and_cancels_what_is_asked_for(pool_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(environments, "_JOIN_SECONDS", 2.0)
+    source = FILE.replace("while True: pass", "__import__('subprocess').run(['sleep', '60'])")
+    pool = pool_of("fail", workers=2, source=source)
+    for key in range(4):
+        get(pool.open(key, {}, 0))
+    pids = [process.pid for process in processes(pool)]
+    hanging = pool.say(0, "hang")
+    time.sleep(0.5)
+    pids += [child.pid for pid in pids for child in psutil.Process(pid).children()]
+    assert len(pids) == 3
+    waiting = pool.say(2, "")
+    pool.shutdown()
+    wait_until_ended(*pids)
+    for future in (hanging, waiting, pool.open("late", {}, 0)):
+        with pytest.raises(CancelledError):
+            get(future)
+    pool.shutdown()
+
+
+def test_shutdown_closes_generators(pool_of, tmp_path):
+    pool = pool_of("is_closed")
+    get(pool.open("a", {"file": str(tmp_path / "file")}, 0))
+    pool.shutdown()
+    assert (tmp_path / "file").read_text() == "closed"
+
+
+def test_a_user_s_file_that_fails_as_it_is_imported_is_an_error(pool_of, capfd):
+    """Only in the processes: one that always fails is refused with the settings."""
+    source = "import os\nif 'PYTHONHASHSEED' in os.environ: import no_such_module\n" + EXAMPLE
+    pool = pool_of("episode", source=source)
+    with pytest.raises(UserError, match=r"envs0.py: running it fails, .*; fix the error above"):
+        get(pool.open("a", {}, 0))
+    assert "no_such_module" in capfd.readouterr().err
+
+
+def test_processes_end_with_the_trainer(tmp_path):
+    (tmp_path / "envs.py").write_text(EXAMPLE)
+    script = (
+        "import time; from stable_opd_mcore.host.user_code import read_user_function\n"
+        "from stable_opd_mcore.rollout.environments import EnvironmentPool\n"
+        f"function = read_user_function('{tmp_path}/envs.py:episode', ('row', 'seed'))\n"
+        "pool = EnvironmentPool(function); pool.open(1, {'game': 2}, 0).result()\n"
+        "print(pool._workers[0]._process.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        owner.kill()
+    wait_until_ended(pid)
