@@ -37,7 +37,7 @@ SECTIONS = {key.rpartition(".")[0] for key in SETTINGS} | {key.split(".")[0] for
 # Files of others, of runs, and stand-ins for a name: not in the repository.
 ELSEWHERE = re.compile(
     r"(?:config\.resolved(?:\.\d+)?|other)\.yaml|(?:path/to/)?file\.py|results\.md"
-    r"|(?:build|runs|pytorch|transformers|transformer_engine|torch|megatron|sglang)/.*"
+    r"|(?:build|envs|runs|pytorch|transformers|transformer_engine|torch|megatron|sglang)/.*"
 )
 FILE_ENDINGS = (".py", ".json", ".jsonl", ".html", ".yaml", ".md", ".log")
 FILE = re.compile(r"(?<![\w./*<-])((?:[\w-]+/)*[\w-]+(?:\.[\w-]+)*\.(?:py|sh|md|yaml))(?![\w/])")
