@@ -110,6 +110,37 @@ def test_a_rendered_history_extends_the_context_or_starts_anew(name, kwargs, tho
     assert bridge.render([ASK, turn, new], [*prompt, *said[:-1], 9]).restarts
 
 
+OF_USERS = [(name, kwargs, written) for name, kwargs, role, written in WRITTEN if role == "user"]
+
+
+@pytest.mark.parametrize("stop", ["turn_end_id", "eos_token_id", None])
+@pytest.mark.parametrize("thought", ["", "<think>\nHm.\n</think>\n\n"])
+@pytest.mark.parametrize(("name", "kwargs", "written"), OF_USERS)
+def test_a_long_episode_reads_all_that_was_sampled_or_the_templates_history(
+    name, kwargs, written, thought, stop
+):
+    tokenizer = real_tokenizer(name, **kwargs)
+    bridge, history = Bridge(tokenizer), [ASK]
+    text = tokenizer.render_turns(history)
+    appended = rendered = tokenizer.encode(text)
+    stop_ids = [getattr(tokenizer, stop)] if stop else []
+    for number in range(3):
+        said = f"{thought}It is {number}."
+        sampled = [*tokenizer.encode(said), *stop_ids]
+        new = {"role": "user", "content": f"So {number}?"}
+        history += [{"role": "assistant", "content": said}, new]
+        appended = [*appended, *sampled, *bridge.append([new], sampled[-1]).token_ids]
+        is_end = stop_ids == [tokenizer.turn_end_id]
+        text += said + ("" if is_end else "".join(tokenizer.pieces(stop_ids)))
+        text += written.format(new["content"])
+        assert "".join(tokenizer.pieces(appended)) == text
+        seen = bridge.render(history, [*rendered, *sampled])
+        rendered = [*([] if seen.restarts else [*rendered, *sampled]), *seen.token_ids]
+        assert rendered == tokenizer.encode(tokenizer.render_turns(history))
+        if not seen.restarts and not number:
+            assert rendered == appended
+
+
 @KINDS
 def test_foreign_text_never_ends_its_message(name, kwargs, role, written):
     tokenizer = real_tokenizer(name, **kwargs)
