@@ -53,8 +53,8 @@ from stable_opd_mcore.config.schema import ParallelConfig  # noqa: E402
 from stable_opd_mcore.models.families import read_architecture  # noqa: E402
 from stable_opd_mcore.models.gpt import build_model  # noqa: E402
 from stable_opd_mcore.parallel.world import start_world, stop_world  # noqa: E402
-from stable_opd_mcore.rollout.sglang.build import model_config, write_model_config  # noqa: E402
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport  # noqa: E402
+from stable_opd_mcore.rollout.sglang.server_setup import model_config, write_model_config  # noqa: E402
 from stable_opd_mcore.rollout.sglang.sync import push_once  # noqa: E402
 from stable_opd_mcore.rollout.sglang.transports import (  # noqa: E402
     DiskTransport,

@@ -16,10 +16,9 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerFast
 
 from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.data.synthetic import VOCABULARY
@@ -27,6 +26,9 @@ from stable_opd_mcore.data.template_variables import refuse_unread, warn_of_cloc
 from stable_opd_mcore.data.tokenizer_backend import check_symbols, load_backend
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.json_files import read_json_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _THINK, _THINK_END = "<think>", "</think>"
 _PROMPT_MARK, _MARK = "user-turn-mark", "assistant-turn-mark"

@@ -6,7 +6,6 @@
 import logging
 
 from jinja2 import TemplateError, meta
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from stable_opd_mcore.errors import DataError
 
@@ -17,6 +16,9 @@ _OF_THE_RENDERER = frozenset({"messages", "tools", "documents", "add_generation_
 
 def template_variables(template: str) -> frozenset[str]:
     """The names that a template reads and the renderer does not give; a DataError if invalid."""
+    # takes seconds, which commands without a tokenizer do without
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
     try:
         environment = _compile_jinja_template(template).environment  # the one that renders it
         names = meta.find_undeclared_variables(environment.parse(template))

@@ -3,16 +3,21 @@
 # Not strict: Transformers' types are incomplete.
 # pyright: basic
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from stable_opd_mcore.data.synthetic import PAD, PROMPT_END, SECOND_STOP, STOP, VOCABULARY
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.json_files import MIB, read_json_object, require_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SYNTHETIC = "synthetic"
 # The stop token ends an assistant turn; PROMPT_END ends a user turn.
@@ -40,6 +45,9 @@ def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
         DataError: no such directory, no tokenizer.json in it, files that cannot be loaded, named
             chat templates without a default, or a needed EOS that the files lack.
     """
+    # takes seconds, which commands without a tokenizer do without
+    from transformers import PreTrainedTokenizerFast
+
     if path == SYNTHETIC:
         return _synthetic()
     directory = Path(path)
@@ -90,6 +98,8 @@ def _knows_eos(backend: PreTrainedTokenizerFast, directory: Path) -> bool:
 
 def _synthetic() -> PreTrainedTokenizerFast:
     """A token for each character of the task."""
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {symbol: token_id for token_id, symbol in enumerate(VOCABULARY)}
     raw = Tokenizer(models.WordLevel(vocabulary))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.json_files import read_json_object
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -263,6 +263,8 @@ def _experts(origin: str, fields: Mapping[str, Any]) -> Experts:
 
 def rotary_frequencies(architecture: Architecture) -> Tensor:
     """Radians per position, fp32 [head_dim / 2], as transformers defines each rope_type."""
+    import torch  # takes seconds, which plans do without
+
     size = architecture.head_dim
     frequencies = architecture.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
     scaling = architecture.rope_scaling

@@ -87,10 +87,13 @@ def test_directory_as_config_file_is_refused(tmp_path):
         load_config(tmp_path)
 
 
-def test_settings_load_without_torch():
+def test_settings_load_and_plans_are_made_without_torch():
+    """Importing it takes seconds, and a batch script plans before every attempt."""
     code = (
         "import sys; from stable_opd_mcore.config.load import load_config;"
-        f"load_config({str(SMOKE)!r}); sys.exit('torch' in sys.modules)"
+        "from stable_opd_mcore.planning.plan import Cluster, make_plan;"
+        f"make_plan(load_config({str(SMOKE)!r}), Cluster(1, 2, 0), 'h200');"
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -22,7 +22,8 @@ from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.sglang import publisher
-from stable_opd_mcore.rollout.sglang.build import build_sglang_engine, write_model_config
+from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
+from stable_opd_mcore.rollout.sglang.server_setup import write_model_config
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
 from tests.integration.sglang_tools import (

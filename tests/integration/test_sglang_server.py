@@ -25,7 +25,7 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.records import Sample, Sampling
-from stable_opd_mcore.rollout.sglang.build import model_config
+from stable_opd_mcore.rollout.sglang.server_setup import model_config
 from stable_opd_mcore.sample_facts import SampleWeights
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.served import ServedScorer

@@ -1,4 +1,4 @@
-"""Builds the engine and its servers from a config; also the options of `stable-opd serve`.
+"""Builds the engine and its servers from a config.
 
 The run's topology (planning/topology.py) says which servers there are and whose prompts they
 answer. The first of a server's leaders starts it; others that share it wait until it answers. The
@@ -7,11 +7,9 @@ first publish sends the weights, so a server needs only the student's config.jso
 
 from __future__ import annotations
 
-import json
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,15 +21,15 @@ from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, gather_objects, ranks_on_this_machine
 from stable_opd_mcore.planning.hardware import GIB, Cluster
-from stable_opd_mcore.planning.topology import (
-    MEMORY_SHARES,
-    Topology,
-    derive_topology,
-    server_dtype,
-)
+from stable_opd_mcore.planning.topology import Topology, derive_topology
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
+from stable_opd_mcore.rollout.sglang.server_setup import (
+    model_config,
+    server_options,
+    write_model_config,
+)
 from stable_opd_mcore.rollout.sglang.sglang_engine import SglangEngine
 from stable_opd_mcore.rollout.sglang.transports import (
     DiskTransport,
@@ -42,8 +40,7 @@ from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.http_process import HTTP
-from stable_opd_mcore.serving.process import ServerOptions, SglangServer
-from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
+from stable_opd_mcore.serving.process import SglangServer
 from stable_opd_mcore.serving.teacher import ServedTeacher
 
 
@@ -95,60 +92,6 @@ def run_topology(config: Config, architecture: Architecture, world: World) -> To
         spare_gpus = max(0, torch.cuda.device_count() - ranks)
     cluster = Cluster(world.world_size // ranks, ranks, spare_gpus=spare_gpus)
     return derive_topology(config, architecture, cluster, memory_gib)
-
-
-def server_options(
-    config: Config,
-    model: Path,
-    number: int,
-    gpus: tuple[int, ...],
-    tensor: int,
-    device: str,
-    *,
-    dummy_weights: bool = True,
-) -> ServerOptions:
-    """The options of the run's server `number`."""
-    sglang = config.rollout.sglang
-    is_colocated = sglang.placement == "colocated"
-    return ServerOptions(
-        python=sglang.python,
-        model=str(model),
-        device=device,
-        dtype=server_dtype(config),
-        host=sglang.host,
-        port=sglang.port + number if sglang.port else 0,
-        tensor=tensor,
-        api_key=read_api_key(sglang.api_key_file),
-        dummy_weights=dummy_weights,
-        memory_saver=is_colocated,
-        gpus=gpus,
-        memory_share=MEMORY_SHARES["colocated"] if is_colocated else None,
-        arguments=(
-            *sglang.arguments,
-            *(["--enable-return-routed-experts"] if config.rollout.routing_replay else []),
-        ),
-    )
-
-
-def write_model_config(architecture: Architecture, directory: Path) -> Path:
-    """Write a directory from which a server can start without weights."""
-    directory.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(model_config(architecture), indent=2) + "\n"
-    (directory / "config.json").write_text(text, encoding="utf-8")
-    return directory
-
-
-def model_config(architecture: Architecture) -> dict[str, Any]:
-    """config.json with the model class, which SGLang needs and an inline architecture may lack.
-
-    SGLang would stop at `eos_token_id` too, and only a request's stop ids may end a response. So it
-    is null: where it is absent, Llama's is 2. SGLang uses a few positions fewer than the window
-    that it reads: it cuts responses there silently, and refuses longer prompts.
-    """
-    own_class = {"architectures": [architecture.family.sglang_class]}
-    window = architecture.max_positions + UNUSED_POSITIONS
-    own = {"eos_token_id": None, "max_position_embeddings": window}
-    return own_class | architecture.source | own
 
 
 def _members(

@@ -23,7 +23,7 @@ from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.topology import machine_servers, server_gpus
-from stable_opd_mcore.rollout.sglang.build import server_options, write_model_config
+from stable_opd_mcore.rollout.sglang.server_setup import server_options, write_model_config
 from stable_opd_mcore.run_inputs import configured_architecture
 from stable_opd_mcore.serving.api_key import make_api_key, read_api_key
 from stable_opd_mcore.serving.process import SglangServer, check_release

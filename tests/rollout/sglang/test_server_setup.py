@@ -3,7 +3,11 @@
 import json
 
 from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.rollout.sglang.build import model_config, server_options, write_model_config
+from stable_opd_mcore.rollout.sglang.server_setup import (
+    model_config,
+    server_options,
+    write_model_config,
+)
 from stable_opd_mcore.serving.process import ServerOptions
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 from tests.config.cases import run_with

@@ -1,0 +1,71 @@
+"""What a server of a run is started with: its options, and a directory with config.json.
+
+For the trainer, whose engine knows Megatron, and for `stable-opd serve`, which starts without it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.planning.topology import MEMORY_SHARES, server_dtype
+from stable_opd_mcore.serving.api_key import read_api_key
+from stable_opd_mcore.serving.command import ServerOptions
+from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
+
+
+def server_options(
+    config: Config,
+    model: Path,
+    number: int,
+    gpus: tuple[int, ...],
+    tensor: int,
+    device: str,
+    *,
+    dummy_weights: bool = True,
+) -> ServerOptions:
+    """The options of the run's server `number`."""
+    sglang = config.rollout.sglang
+    is_colocated = sglang.placement == "colocated"
+    return ServerOptions(
+        python=sglang.python,
+        model=str(model),
+        device=device,
+        dtype=server_dtype(config),
+        host=sglang.host,
+        port=sglang.port + number if sglang.port else 0,
+        tensor=tensor,
+        api_key=read_api_key(sglang.api_key_file),
+        dummy_weights=dummy_weights,
+        memory_saver=is_colocated,
+        gpus=gpus,
+        memory_share=MEMORY_SHARES["colocated"] if is_colocated else None,
+        arguments=(
+            *sglang.arguments,
+            *(["--enable-return-routed-experts"] if config.rollout.routing_replay else []),
+        ),
+    )
+
+
+def write_model_config(architecture: Architecture, directory: Path) -> Path:
+    """Write a directory from which a server can start without weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(model_config(architecture), indent=2) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8")
+    return directory
+
+
+def model_config(architecture: Architecture) -> dict[str, Any]:
+    """config.json with the model class, which SGLang needs and an inline architecture may lack.
+
+    SGLang would stop at `eos_token_id` too, and only a request's stop ids may end a response. So it
+    is null: where it is absent, Llama's is 2. SGLang uses a few positions fewer than the window
+    that it reads: it cuts responses there silently, and refuses longer prompts.
+    """
+    own_class = {"architectures": [architecture.family.sglang_class]}
+    window = architecture.max_positions + UNUSED_POSITIONS
+    own = {"eos_token_id": None, "max_position_embeddings": window}
+    return own_class | architecture.source | own
