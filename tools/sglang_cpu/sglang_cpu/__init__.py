@@ -4,7 +4,8 @@ Four things prevent it otherwise: torchvision's wheel is built for CUDA and cann
 operators, Triton is absent, the buffer of chosen experts is pinned by CUDA, and the CPU engine
 imports sgl_kernel, which has no CPU wheel (sgl_kernel/ is used instead). SGLang's own files stay as
 they are. Not fast: attention is torch's own, which is enough for tests and laptops. A server's
-workers are forked, so SGLang is imported once and not three times.
+workers are forked, so SGLang is imported once and not three times, and nothing is compiled, so
+torch's compiler is not imported.
 """
 
 import importlib.util
@@ -37,6 +38,7 @@ class _UnpinnedMemory:
 def prepare() -> None:
     """Make `import sglang` work in this process. May be called more than once."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile returns the function as it is
     # Registers the trainer's families first, so SGLang does not import two hundred model
     # files for them. Other architectures still work, but load slowly.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", __name__)  # it has families.py
