@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import torch
 
+from stable_opd_mcore.serving.process import free_port
 from tests.integration.hosts import Host
+from tests.integration.with_constants import run_with_constants
+from tests.parallel.launch import start_process
 from tests.serving.http_server import Request, http_server
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +30,7 @@ needs_sglang = pytest.mark.skipif(
     not os.access(PYTHON, os.X_OK) and os.environ.get("CI") != "true",
     reason=f"no SGLang at {PYTHON}: `make sglang` installs it",
 )
-PROGRAM = "tests.integration.with_constants"
+STABLE_OPD = [sys.executable, "-m", "tests.integration.with_constants"]
 VOCABULARY = 128
 SERVER_ARGUMENTS = ("--max-total-tokens", "8192")
 LARGER = (  # eight buckets of weights, so that a server can be killed during a sync
@@ -68,18 +72,16 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = 300.0) 
 
 
 class Process:
-    """A command that writes into a file; ended when the `with` block ends."""
+    """A command that writes into a file; ended when the `with` block ends.
 
-    def __init__(self, command: list[str], output: Path) -> None:
+    `stable-opd` runs in a process that is forked with the trainer's imports, which take seconds.
+    """
+
+    def __init__(self, command: list[str], output: Path, **variables: str) -> None:
         self.output = output
-        with output.open("wb") as file:
-            self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
+        output.touch()
+        self._process = start_process(_run, command, output, variables)
+        assert self._process.pid is not None
         self.pid = self._process.pid
 
     def __enter__(self) -> Process:
@@ -89,13 +91,13 @@ class Process:
         if self.running:
             self._process.terminate()
         try:
-            self._process.wait(60)
+            self.wait(60)
         finally:
             self._process.kill()
 
     @property
     def running(self) -> bool:
-        return self._process.poll() is None
+        return self._process.is_alive()
 
     @property
     def text(self) -> str:
@@ -103,7 +105,11 @@ class Process:
 
     def wait(self, seconds: float = 580.0) -> int:
         """Its exit status."""
-        return self._process.wait(seconds)
+        self._process.join(seconds)
+        assert self._process.exitcode is not None, (
+            f"not within {seconds:.0f} s\n{self.text[-3000:]}"
+        )
+        return self._process.exitcode
 
     def wait_until(self, condition: Callable[[], Any], what: str) -> Any:
         """As `wait_until`, but fails when the process ends."""
@@ -117,28 +123,50 @@ class Process:
 
     def end(self) -> int:
         """Send SIGTERM; returns the exit status."""
-        self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(60)
+        self._process.terminate()
+        return self.wait(60)
 
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()
-        self._process.wait(60)
+        self.wait(60)
+
+
+def _run(command: list[str], output: Path, variables: dict[str, str]) -> None:
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.chdir(ROOT)
+    os.environ.update({"OMP_NUM_THREADS": "1"} | variables)
+    if command[: len(STABLE_OPD)] != STABLE_OPD:
+        os.execvp(command[0], command)
+    torch.set_num_threads(1)
+    try:
+        run_with_constants(command[len(STABLE_OPD) :])
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing skips them
 
 
 def train(directory: Path, name: str, *overrides: str, ranks: int = 1) -> Path:
     """Train to the end; returns the run directory."""
-    command = training_command(directory, name, *overrides, ranks=ranks)
-    with Process(command, directory / f"{name}.output") as process:
-        assert process.wait() == 0, process.text[-3000:]
+    command = training_command(directory, name, *overrides)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    with ExitStack() as stack:
+        processes = []
+        for rank in map(str, range(ranks)):
+            variables = shared | {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
+            process = Process(command, directory / f"{name}.output_{rank}", **variables)
+            processes.append(stack.enter_context(process))
+        for process in processes:
+            assert process.wait() == 0, process.text[-3000:]
     return directory / name
 
 
-def training_command(directory: Path, name: str, *overrides: str, ranks: int = 1) -> list[str]:
+def training_command(directory: Path, name: str, *overrides: str) -> list[str]:
     """`stable-opd train`; `overrides` are settings and constants, as with_constants.py takes."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     return [
-        *(sys.executable, "-m", *(launcher if ranks > 1 else ()), PROGRAM, "train"),
+        *(*STABLE_OPD, "train"),
         *_settings(directory, name),
         "rollout.engine=sglang",
         "monitoring.tensorboard=false",
@@ -149,7 +177,7 @@ def training_command(directory: Path, name: str, *overrides: str, ranks: int = 1
 
 def serve(directory: Path, name: str, *overrides: str, at: Host | None = None) -> Process:
     """Start `stable-opd serve configs/smoke_cpu.yaml`, here or on the host `at`."""
-    command = [sys.executable, "-m", PROGRAM, "serve", *_settings(directory, name)]
+    command = [*STABLE_OPD, "serve", *_settings(directory, name)]
     command += overrides
     return Process(command if at is None else at.command(*command), directory / f"{name}.output")
 

@@ -9,11 +9,16 @@ from importlib import import_module
 
 from stable_opd_mcore.cli import main
 
-if __name__ == "__main__":
-    constants = [each for each in sys.argv if each.startswith("stable_opd_mcore.")]
+
+def run_with_constants(arguments: list[str]) -> None:
+    constants = [each for each in arguments if each.startswith("stable_opd_mcore.")]
     for constant in constants:
         path, _, value = constant.partition("=")
         module, _, name = path.rpartition(".")
         setattr(import_module(module), name, json.loads(value))
-        sys.argv.remove(constant)
+    sys.argv = ["stable-opd", *(each for each in arguments if each not in constants)]
     main()
+
+
+if __name__ == "__main__":
+    run_with_constants(sys.argv[1:])

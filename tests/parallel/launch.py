@@ -23,7 +23,12 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 TIMEOUT = timedelta(seconds=180)
-PRELOADED = ["pytest", "stable_opd_mcore.train.loop", "tests.models.tiny"]
+PRELOADED = [
+    "pytest",
+    "stable_opd_mcore.train.loop",
+    "tests.models.tiny",
+    "transformers.tokenization_utils_tokenizers",
+]
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> None:
@@ -67,7 +72,12 @@ def _enter(
 
 def start_process(function: Callable[..., Any], *args: Any) -> BaseProcess:
     """Call `function(*args)` in a process of its own that has no group, as a command has none."""
-    forkserver.set_forkserver_preload(PRELOADED)
-    process = forkserver.get_context("forkserver").Process(target=function, args=args)
+    process = imported().Process(target=function, args=args)
     process.start()
     return process
+
+
+def imported() -> forkserver.context.ForkServerContext:
+    """Multiprocessing, whose processes have imported PRELOADED when they start."""
+    forkserver.set_forkserver_preload(PRELOADED)
+    return forkserver.get_context("forkserver")
