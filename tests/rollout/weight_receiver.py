@@ -11,7 +11,6 @@ import base64
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.rollout.sglang.checksums import ExpectedChecksums
+from tests.parallel.launch import imported
 from tests.serving.http_server import Request, http_server
 
 _LOADING_SECONDS = 0.03  # packing a bucket of these tests takes a hundredth of it
@@ -50,7 +50,7 @@ def receiver(
             "leaves slowly": half a second for leaving a group; or
             "dies": killed with the handles of a bucket open, before its reply.
     """
-    context = multiprocessing.get_context("spawn")
+    context = imported()
     ours, theirs = context.Pipe()
     arguments = (theirs, fields, tuple(loses), fault, device)
     process = context.Process(target=_serve, args=arguments, daemon=True)
