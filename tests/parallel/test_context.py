@@ -157,14 +157,14 @@ def train_once(world: World, name: str, path: Path, given: Given) -> dict[str, T
     objective = build_objective(config, [1], [1])
     student = Student(
         build_model(
-            read_architecture(tiny_architecture(32, 4)), world, recompute="selective", seed=1
+            read_architecture(tiny_architecture(32, 2)), world, recompute="selective", seed=1
         ),
         OptimizerConfig(),
         "fp32",
     )
     teacher, reference = (
         MegatronScorer(
-            build_model(read_architecture(tiny_architecture(hidden, 4)), world, trainable=False),
+            build_model(read_architecture(tiny_architecture(hidden, 2)), world, trainable=False),
             world,
             vocab_size=VOCAB,
             top_k=objective.top_k if needs == "topk" else None,
@@ -174,7 +174,7 @@ def train_once(world: World, name: str, path: Path, given: Given) -> dict[str, T
     )
     if "served" in name:
         teacher = ServedScorer(world.is_last_stage, vocab_size=VOCAB, stop_ids=(1,), top_k=6)
-    batches = with_scores(packed(world, given, max_tokens=40), teacher=teacher, reference=reference)
+    batches = with_scores(packed(world, given, max_tokens=64), teacher=teacher, reference=reference)
 
     def forward_step(chunk, batch: MicroBatch):
         return forward_hidden(chunk, batch), lambda hidden_TH: loss_of(batch, hidden_TH)

@@ -111,7 +111,8 @@ def _check_model(label: str, architecture, world: World, path: Path) -> None:
     assert all(torch.equal(merged[name], expected[name]) for name in merged), label
 
     one_rank = torch.load(path / "one_rank.pt")
-    for model in (chunks, loaded):
+    # Other tests train without recomputing activations; here one layout does, with every model.
+    for model in (chunks, loaded) if world.tensor_size * world.pipeline_size == 4 else (loaded,):
         losses, hidden, grads = _train_once(model, world)
         if world.is_last_stage:
             assert losses == pytest.approx(one_rank["losses"], rel=1e-5), label
