@@ -21,7 +21,7 @@ from stable_opd_mcore.models.fp8 import (
     refuse_fp8,
     refuse_fp8_on_device,
 )
-from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
+from stable_opd_mcore.models.hidden_states import FactorList, HiddenStatesGPTModel
 from stable_opd_mcore.models.linear import emulate_fp8
 from stable_opd_mcore.models.rotary import RotaryByPosition
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
@@ -227,6 +227,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     chunk.architecture = architecture
+    chunk.factors = FactorList()
     leave_out_activations(chunk)
     _forget_routing(chunk)
     chunk.to(config.params_dtype)

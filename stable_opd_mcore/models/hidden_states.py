@@ -16,12 +16,20 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+from torch.nn import ModuleList
 
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.models.attention import PackedSequences
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.rotary import RotaryByPosition
 from stable_opd_mcore.records import MicroBatch
+
+
+class FactorList(ModuleList):
+    """Of `lora.Factors`, which are saved without the weights."""
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {}
 
 
 class HiddenStatesGPTModel(GPTModel):
@@ -35,6 +43,7 @@ class HiddenStatesGPTModel(GPTModel):
     architecture: Architecture
     rotary_pos_emb: Any  # RotaryByPosition, or Megatron's with Transformer Engine
     token_multiple: int = 1  # divides each rank's tokens; 16 with layers in FP8
+    factors: FactorList  # of the layers' frozen matrices (lora.py); empty: all weights are trained
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **options: Any

@@ -53,7 +53,8 @@ def require_manifest(path: str | Path) -> None:
 def weights_of(chunks: Sequence[Module]) -> dict[str, Any]:
     """The sharded weights of this rank's chunks, as Megatron saves and loads them.
 
-    Without `_extra_state` of Transformer Engine's layers, which torch layers could not load.
+    Without `_extra_state` of Transformer Engine's layers, which torch layers could not load, and
+    without the factors of frozen matrices.
     """
     return {
         f"model{index}": {
@@ -69,7 +70,11 @@ def set_weights(chunks: Sequence[Module], loaded: dict[str, Any]) -> None:
     """Copy what `dist_checkpointing.load` gave for `weights_of` into the chunks, all of it."""
     for index, chunk in enumerate(chunks):
         found = unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=False)
-        missing = [name for name in found.missing_keys if _EXTRA_STATE not in name]
+        missing = [
+            name
+            for name in found.missing_keys
+            if _EXTRA_STATE not in name and not name.startswith("factors.")
+        ]
         if missing or found.unexpected_keys:
             raise RuntimeError(f"not loaded: {missing}; without a place: {found.unexpected_keys}")
 
@@ -101,6 +106,13 @@ def load_weights(chunks: Sequence[Module], path: str | Path) -> None:
     if fault is not None:
         raise UserError(f"{path}: damaged: {fault}; copy or convert it again")
     refuse_foreign_pickle(path)
+    if any(
+        key.startswith("factors.") for key in dist_checkpointing.load_tensors_metadata(str(path))
+    ):
+        raise UserError(
+            f"{path}: a checkpoint of student.lora, which holds the low-rank factors without the "
+            "model under them; give the run's model/, in which they are merged"
+        )
     try:
         loaded: Any = dist_checkpointing.load(weights_of(chunks), str(path))
     except CheckpointException as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,36 +67,25 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
 
     Collective over the tensor, pipeline and expert ranks: all of them iterate to the end and get
     the same tensors. One parameter's tensors exist at a time and may share memory with the weights:
-    copy what is kept.
+    copy what is kept. A matrix with factors (lora.py) is merged with them.
     """
     models = [unwrap(chunk) for chunk in chunks]
     architecture = architecture_of(chunks)
-    groups = models[0].pg_collection
     local = {entry.hf_names: weight for _, weight, entry in described_parameters(chunks)}
-    expert_ranks = _expert_ranks(list(local), groups.ep)
-    owners = _owners(list(expert_ranks), groups.pp)
+    factors = {each.entry.hf_names: each for each in _factors_of(chunks)}
+
+    def whole(entry: Parameter) -> tuple[Tensor, ...]:
+        weight, own = local[entry.hf_names].detach(), factors.get(entry.hf_names)
+        merged = weight if own is None or not own.is_on else own.added_to(weight)
+        is_cut = entry.layout != "whole" and not entry.is_expert
+        shards = shards_of(merged, models[0].pg_collection.tp) if is_cut else [merged]
+        return tensors.unshard(shards, entry.layout, architecture)
+
+    exchange = Exchange(chunks, list(local))
     for entry in tensors.canonical_parameters(architecture):
-        stage = owners[entry.hf_names]
-        expert_rank = expert_ranks.get(entry.hf_names) if entry.is_expert else None
-        with torch.no_grad():
-            if groups.pp.rank() == stage and expert_rank in (None, groups.ep.rank()):
-                full = _gather(local[entry.hf_names].detach(), entry, architecture, groups.tp)
-            else:
-                full = tuple(
-                    torch.empty(
-                        tensors.hf_shape(name, architecture),
-                        dtype=models[0].config.params_dtype,
-                        device=next(models[0].parameters()).device,
-                    )
-                    for name in entry.hf_names
-                )
-            for name, tensor in zip(entry.hf_names, full, strict=True):
-                tensor = tensor.contiguous()
-                if expert_rank is not None and groups.ep.size() > 1:
-                    dist.broadcast(tensor, group=groups.ep, group_src=expert_rank)
-                if groups.pp.size() > 1:
-                    dist.broadcast(tensor, group=groups.pp, group_src=stage)
-                yield name, tensor
+        shapes = [tensors.hf_shape(name, architecture) for name in entry.hf_names]
+        found = exchange.everywhere(entry, partial(whole, entry), shapes)
+        yield from zip(entry.hf_names, found, strict=True)
 
 
 @torch.no_grad()
@@ -117,6 +107,8 @@ def copy_weights(
 def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
     """Raise a NotFiniteError on all ranks if some weight is NaN or infinite. Collective."""
     parameters = [(weight.detach(), entry) for _, weight, entry in described_parameters(chunks)]
+    for factors in _factors_of(chunks):
+        parameters += [(factor.detach(), factors.entry) for factor in factors.parameters()]
     bounds = torch.stack([_bounds(weight) for weight, _ in parameters])  # read from the GPU once
     finite = bounds.isfinite().all(dim=1).tolist()
     bad = None if all(finite) else ", ".join(parameters[finite.index(False)][1].hf_names)
@@ -144,7 +136,10 @@ def architecture_of(chunks: Sequence[Module]) -> Architecture:
 
 
 def described_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Parameter]]:
-    """Name, weight and table entry of this rank's parameters; a tied head's copy comes last."""
+    """Name, weight and table entry of this rank's parameters; a tied head's copy comes last.
+
+    Without the factors of frozen matrices.
+    """
     for model in map(unwrap, chunks):
         layers: Any = model.decoder.layers
         numbers = [layer.layer_number - 1 for layer in layers]
@@ -152,8 +147,16 @@ def described_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor
         num_experts = architecture.experts.number if architecture.experts else 0
         first_expert = ranks.rank() * (num_experts // ranks.size())
         for name, weight in model.named_parameters():
+            if name.startswith("factors."):
+                continue
             entry = tensors.describe(name, numbers, architecture, first_expert)
             yield name, weight, entry
+
+
+def _factors_of(chunks: Sequence[Module]) -> Iterator[Any]:
+    """Of `lora.Factors`, which imports this file."""
+    for chunk in chunks:
+        yield from unwrap(chunk).factors
 
 
 def fill_weights(
@@ -187,6 +190,45 @@ def weights_hash(chunks: Sequence[Module]) -> str:
     return broadcast_object(digest.hexdigest())
 
 
+class Exchange:
+    """Gives all tensor, pipeline and expert ranks the tensors that some of them hold.
+
+    Args:
+        held: the HF names of each of this rank's table entries.
+    """
+
+    def __init__(self, chunks: Sequence[Module], held: list[tuple[str, ...]]) -> None:
+        model = unwrap(chunks[0])
+        self._groups, self._dtype = model.pg_collection, model.config.params_dtype
+        self._device = next(model.parameters()).device
+        self._expert_ranks = _expert_ranks(held, self._groups.ep)
+        self._stages = _owners(list(self._expert_ranks), self._groups.pp)
+
+    @torch.no_grad()
+    def everywhere(
+        self,
+        entry: Parameter,
+        whole: Callable[[], Sequence[Tensor]],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> Iterator[Tensor]:
+        """The entry's tensors, of these shapes. `whole` is called on the tensor ranks that hold it
+        and gathers them there. Collective."""
+        groups, stage = self._groups, self._stages[entry.hf_names]
+        expert_rank = self._expert_ranks.get(entry.hf_names) if entry.is_expert else None
+        if groups.pp.rank() == stage and expert_rank in (None, groups.ep.rank()):
+            full = whole()
+        else:
+            like = {"dtype": self._dtype, "device": self._device}
+            full = [torch.empty(shape, **like) for shape in shapes]
+        for tensor in full:
+            tensor = tensor.contiguous()
+            if expert_rank is not None and groups.ep.size() > 1:
+                dist.broadcast(tensor, group=groups.ep, group_src=expert_rank)
+            if groups.pp.size() > 1:
+                dist.broadcast(tensor, group=groups.pp, group_src=stage)
+            yield tensor
+
+
 def _expert_ranks(
     local: list[tuple[str, ...]], group: dist.ProcessGroup
 ) -> dict[tuple[str, ...], int]:
@@ -201,11 +243,10 @@ def _owners(local: list[tuple[str, ...]], group: dist.ProcessGroup) -> dict[tupl
     return {names: rank for rank, names_held in reversed(held) for names in names_held}
 
 
-def _gather(
-    weight: Tensor, entry: Parameter, architecture: Architecture, group: dist.ProcessGroup
-) -> tuple[Tensor, ...]:
-    shards = [weight]
-    if entry.layout != "whole" and not entry.is_expert and group.size() > 1:
-        shards = [torch.empty_like(weight) for _ in range(group.size())]
-        dist.all_gather(shards, weight.contiguous(), group=group)
-    return tensors.unshard(shards, entry.layout, architecture)
+def shards_of(weight: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The parts of all ranks of the group. Collective."""
+    if group.size() == 1:
+        return [weight]
+    shards = [torch.empty_like(weight) for _ in range(group.size())]
+    dist.all_gather(shards, weight.contiguous(), group=group)
+    return shards

@@ -71,7 +71,7 @@ def run_layers(chunk: HiddenStatesGPTModel, hidden_TBH: Tensor, cache: KVCache) 
         mixed_TBE = cache.attend(
             layer.layer_number, queries_and_keys, values, attention.config.softmax_scale
         )
-        hidden_TBH = hidden_TBH + attention.linear_proj.forward(mixed_TBE)[0]
+        hidden_TBH = hidden_TBH + attention.linear_proj(mixed_TBE)[0]
         hidden_TBH = hidden_TBH + layer.mlp.forward(layer.pre_mlp_layernorm(hidden_TBH))[0]
     norm = chunk.decoder.final_layernorm
     return hidden_TBH if norm is None else norm(hidden_TBH)
@@ -86,7 +86,8 @@ def _heads(attention: SelfAttention, hidden_TBH: Tensor) -> tuple[Tensor, Tensor
         queries, keys, values_TBGD = separate
         grouped = queries.unflatten(2, (G, -1))
         return torch.cat((grouped, keys.unsqueeze(3)), dim=3), values_TBGD
-    heads, _ = attention.linear_qkv.forward(hidden_TBH)
+    layer: Any = attention.linear_qkv
+    heads, _ = layer(hidden_TBH)
     heads = heads.view(*hidden_TBH.shape[:2], G, -1, D)
     return heads[..., :-1, :], heads[..., -1, :]
 

@@ -1,0 +1,288 @@
+"""Low-rank factors on the matrices of a frozen model (LoRA): all that such a student trains.
+
+    adapt(chunks, rank=32, alpha=32, seed=0)    # the base is loaded, Student has not wrapped it
+    with base_only(chunks): ...                 # the frozen model, as if it had no factors
+
+Every Hugging Face matrix of a layer except the router's, W [O, I], becomes W + alpha / rank · B A.
+A [R, I] is drawn as PEFT draws it, B [O, R] is zero. Where Megatron joins matrices (q, k and v;
+gate and up), each keeps its own pair, so the factors are those of PEFT.
+
+Over tensor ranks, a pair is cut as its matrix. Rows of W: A is whole and multiplies this rank's
+tokens, [T, R] is gathered, and B holds the rows. Columns of W: A holds the columns, [T, R] is
+summed, and B is whole. An expert's pair is on the rank that holds the expert.
+
+Letters: T tokens, I inputs and O outputs of a matrix, R rank of its factors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor
+from torch.nn import Module, Parameter, ParameterList
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models import tensors
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, unwrap
+from stable_opd_mcore.models.weights import described_parameters
+
+Which = Literal["A", "B"]
+_CUT_BY_ROWS, _CUT_BY_COLUMNS = ("qkv", "gate_up"), ("columns",)
+_ADAPTED = (*_CUT_BY_ROWS, *_CUT_BY_COLUMNS, "expert_gate_up", "expert_down")
+
+
+class Factors(Module):
+    """The pairs of one linear layer: one for each of the HF matrices that it joins."""
+
+    def __init__(
+        self,
+        model: HiddenStatesGPTModel,
+        linear: Any,
+        entry: tensors.Parameter,
+        rank: int,
+        alpha: float,
+    ) -> None:
+        super().__init__()
+        self.entry, self.rank, self.alpha = entry, rank, alpha
+        self.scale = alpha / rank
+        self.is_on = True
+        self._architecture = model.architecture
+        self.group = model.pg_collection.tp
+        self.num_parts = 1 if entry.is_expert else self.group.size()
+        self.cuts_columns = entry.layout in _CUT_BY_COLUMNS
+        # also switched off by rollout/inference.py
+        self.sequence_parallel = self.num_parts > 1 and model.config.sequence_parallel
+        like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
+        self.A, self.B = ParameterList(), ParameterList()
+        for name in entry.hf_names:
+            outputs, inputs = tensors.hf_shape(name, model.architecture)
+            if self.cuts_columns:
+                inputs //= self.num_parts
+            else:
+                outputs //= self.num_parts
+            self.A.append(Parameter(torch.empty(rank, inputs, **like)))
+            self.B.append(Parameter(torch.empty(outputs, rank, **like)))
+            self._mark(self.A[-1], self.B[-1])
+        linear.register_forward_hook(self._add)
+
+    def _mark(self, a_RI: Any, b_OR: Any) -> None:
+        """Tell Megatron which factor is a shard, for the gradient norm, and which gradient it must
+        sum over the tensor ranks. An expert's gradients are summed with the experts'."""
+        if self.entry.is_expert:
+            for factor in (a_RI, b_OR):
+                set_tensor_model_parallel_attributes(factor, True, 0, 1)
+                factor.allreduce = False
+        elif self.num_parts > 1:
+            shard, dimension, whole = (a_RI, 1, b_OR) if self.cuts_columns else (b_OR, 0, a_RI)
+            set_tensor_model_parallel_attributes(shard, True, dimension, 1)
+            whole.sequence_parallel = self.sequence_parallel
+
+    def cut_of(self, which: Which) -> int | None:
+        """The dimension in which A or B is cut over tensor ranks; None: every rank has it whole."""
+        if self.entry.is_expert or self.cuts_columns != (which == "A"):
+            return None
+        return 1 if self.cuts_columns else 0
+
+    def pairs(self) -> Iterator[tuple[str, Which, Tensor]]:
+        """HF name of the matrix, which factor of it, and this rank's part."""
+        for name, a_RI, b_OR in zip(self.entry.hf_names, self.A, self.B, strict=True):
+            yield name, "A", a_RI
+            yield name, "B", b_OR
+
+    def _add(self, linear: Module, inputs: Any, output: Any) -> Any:
+        if not self.is_on:
+            return output
+        product, bias = output
+        return product + self(_multiplied_input(linear, inputs[0])), bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """From what the layer multiplies, what is added to its output on this rank."""
+        low = F.linear(hidden, torch.cat(list(self.A))) * self.scale
+        if self.cuts_columns:
+            return F.linear(self._summed(low), self.B[0])
+        parts = self._gathered(low).split(self.rank, dim=-1)
+        outputs = [F.linear(part, b_OR) for part, b_OR in zip(parts, self.B, strict=True)]
+        if self.entry.layout != "qkv":
+            return torch.cat(outputs, dim=-1)
+        groups = self._architecture.num_key_value_heads // self.num_parts
+        by_group = [output.unflatten(-1, (groups, -1)) for output in outputs]
+        return torch.cat(by_group, dim=-1).flatten(-2)
+
+    def _gathered(self, low: Tensor) -> Tensor:
+        if self.num_parts == 1:
+            return low
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(low, group=self.group)
+        return copy_to_tensor_model_parallel_region(low, group=self.group)
+
+    def _summed(self, low: Tensor) -> Tensor:
+        if self.num_parts == 1:
+            return low
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+        return reduce_from_tensor_model_parallel_region(low, group=self.group)
+
+    def added_to(self, weight: Tensor) -> Tensor:
+        """This rank's shard of the merged matrices, summed in fp32. No communication."""
+        products = [
+            self.scale * (b_OR.float() @ a_RI.float())
+            for a_RI, b_OR in zip(self.A, self.B, strict=True)
+        ]
+        layout, architecture = self.entry.layout, self._architecture
+        delta = tensors.join_parts(products, layout, architecture, self.num_parts)
+        return delta.add_(weight).to(weight.dtype)
+
+
+def _multiplied_input(linear: Any, hidden: Tensor) -> Tensor:
+    """A layer of Transformer Engine that fuses a norm is given the norm's input."""
+    weight: Tensor | None = getattr(linear, "layer_norm_weight", None)
+    if weight is None:
+        return hidden
+    if getattr(linear, "zero_centered_gamma", False):
+        weight = weight + 1
+    return F.rms_norm(hidden, weight.shape, weight, linear.eps)
+
+
+def adapt(
+    chunks: Sequence[Module],
+    *,
+    rank: int,
+    alpha: float,
+    expert_rank: int | None = None,
+    seed: int = 0,
+) -> None:
+    """Freeze the chunks and give each matrix of their layers a new pair of factors.
+
+    Args:
+        expert_rank: rank of the experts' factors; None: `rank`.
+        seed: of A, which does not depend on the layout.
+
+    Raises:
+        UserError: a matrix of a kind that has no factors yet.
+    """
+    for model in map(unwrap, chunks):
+        model.requires_grad_(False)
+        for name, weight, entry in list(described_parameters([model])):
+            if not _is_adapted(name, weight, entry):
+                continue
+            linear = model.get_submodule(name.rpartition(".")[0])
+            own_rank = (expert_rank or rank) if entry.is_expert else rank
+            model.factors.append(Factors(model, linear, entry, own_rank, alpha))
+        if model.pre_process and model.config.recompute_granularity == "full":
+            model.embedding.register_forward_hook(_require_gradient)
+    fill_factors(chunks, lambda name, which, shape: _first_value(name, which, shape, seed))
+
+
+def _is_adapted(name: str, weight: Tensor, entry: tensors.Parameter) -> bool:
+    if weight.dim() < 2 or not name.startswith("decoder.layers.") or ".router." in name:
+        return False
+    if entry.layout not in _ADAPTED:
+        raise UserError(
+            f"student.lora: {entry.hf_names[0]} is of a kind ({entry.layout}) that has no factors "
+            "yet, and without them it would not be trained; set student.lora=null"
+        )
+    if not name.endswith(".weight"):
+        raise UserError(
+            "student.lora: Transformer Engine multiplies all experts of a layer at once, for which "
+            "factors are not implemented; set student.lora=null, or take a dense student"
+        )
+    return True
+
+
+def _require_gradient(_module: Module, _inputs: object, output: Tensor) -> None:
+    """Let the first layer's recompute run backward, though nothing below it is trained."""
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
+
+
+def _first_value(name: str, which: Which, shape: tuple[int, int], seed: int) -> Tensor:
+    if which == "B":
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed}:{name}:A".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+@torch.no_grad()
+def fill_factors(
+    chunks: Sequence[Module], source: Callable[[str, Which, tuple[int, int]], Tensor]
+) -> None:
+    """Fill this rank's factors from `source`: HF name of a matrix, A or B, shape -> all of it."""
+    for factors in factors_of(chunks):
+        part, size = factors.group.rank(), factors.num_parts
+        for name, which, own in factors.pairs():
+            outputs, inputs = tensors.hf_shape(name, unwrap(chunks[0]).architecture)
+            shape = (factors.rank, inputs) if which == "A" else (outputs, factors.rank)
+            whole, cut = source(name, which, shape), factors.cut_of(which)
+            own.copy_(whole if cut is None or size == 1 else whole.chunk(size, dim=cut)[part])
+
+
+def sharded_factors(chunks: Sequence[Module]) -> dict[str, ShardedTensor]:
+    """The factors of this rank, as Megatron saves and loads them: by the HF names of matrices."""
+    found: dict[str, ShardedTensor] = {}
+    groups = unwrap(chunks[0]).pg_collection
+    for factors in factors_of(chunks):
+        is_expert = factors.entry.is_expert
+        copies = groups.expt_dp if is_expert else groups.dp_cp
+        for name, which, own in factors.pairs():
+            key, cut = f"factors.{name}.{which}", factors.cut_of(which)
+            part, size = factors.group.rank(), factors.num_parts
+            offsets = [] if cut is None or size == 1 else [(cut, part, size)]
+            found[key] = ShardedTensor.from_rank_offsets(
+                key,
+                own,
+                *offsets,
+                replica_id=(0, 0 if offsets or is_expert else part, copies.rank()),
+            )
+    return found
+
+
+@torch.no_grad()
+def set_factors(chunks: Sequence[Module], loaded: dict[str, Tensor]) -> None:
+    """Copy what `dist_checkpointing.load` gave for `sharded_factors` into the factors."""
+    for factors in factors_of(chunks):
+        for name, which, own in factors.pairs():
+            own.copy_(loaded[f"factors.{name}.{which}"])
+
+
+def form_of(chunks: Sequence[Module]) -> dict[str, float]:
+    """Rank and alpha of the factors; empty where all weights are trained."""
+    found: dict[str, float] = {}
+    for factors in factors_of(chunks):
+        prefix = "expert_" if factors.entry.is_expert else ""
+        found |= {f"{prefix}rank": factors.rank, f"{prefix}alpha": factors.alpha}
+    return found
+
+
+def factors_of(chunks: Sequence[Module]) -> list[Factors]:
+    """The factors of this rank's chunks; none where all weights are trained."""
+    return [cast(Factors, each) for chunk in chunks for each in unwrap(chunk).factors]
+
+
+@contextmanager
+def base_only(chunks: Sequence[Module]) -> Iterator[None]:
+    """Leave the factors out inside the block: of forward passes and of `iter_hf_tensors`."""
+    every = factors_of(chunks)
+    before = [factors.is_on for factors in every]
+    for factors in every:
+        factors.is_on = False
+    try:
+        yield
+    finally:
+        for factors, is_on in zip(every, before, strict=True):
+            factors.is_on = is_on

@@ -1,0 +1,281 @@
+"""Students with low-rank factors, against their definition: a full model of the merged matrices.
+
+Every layout gives the factors of three plain Adam steps on one rank.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models import lora, tensors
+from stable_opd_mcore.models.families import FAMILIES, Architecture
+from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.hidden_states import forward_hidden
+from stable_opd_mcore.models.lora import adapt, base_only, factors_of, fill_factors
+from stable_opd_mcore.models.weights import described_parameters, fill_weights, iter_hf_tensors
+from stable_opd_mcore.parallel.pipeline import run_forward_backward
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.records import MicroBatch
+from stable_opd_mcore.train import student as student_module
+from stable_opd_mcore.train.student import Student
+from tests.models import tiny
+from tests.parallel.launch import run_ranks
+
+RANK, EXPERT_RANK, ALPHA = 4, 2, 8.0
+LR, EPS = 1.0, 1e4  # with a large eps a step is proportional to the gradient, not to its sign
+LENGTHS = [[16, 8], [24], [8, 8, 8], [16]]  # of the micro-batches
+Pairs = dict[str, tuple[Tensor, Tensor]]  # HF name -> A [R, I], B [O, R]
+
+
+def scale_of(name: str) -> float:
+    return ALPHA / (EXPERT_RANK if ".experts." in name else RANK)
+
+
+def random_pairs(architecture: Architecture) -> Pairs:
+    """For every matrix that has factors; B is not zero, so that A has a gradient."""
+    torch.manual_seed(5)
+    pairs = {}
+    for name, shape in tensors.hf_shapes(architecture).items():
+        is_router = name.endswith("mlp.gate.weight")
+        if name.startswith("model.layers.") and len(shape) == 2 and not is_router:
+            rank = EXPERT_RANK if ".experts." in name else RANK
+            pairs[name] = 0.2 * torch.randn(rank, shape[1]), 0.2 * torch.randn(shape[0], rank)
+    return pairs
+
+
+def adapted(architecture: Architecture, world: World, pairs: Pairs, **options: Any) -> list[Any]:
+    chunks = build_model(architecture, world, seed=1, **options)
+    adapt(chunks, rank=RANK, alpha=ALPHA, expert_rank=EXPERT_RANK)
+    fill_factors(chunks, lambda name, which, _: pairs[name][which == "B"])
+    return chunks
+
+
+def merged(architecture: Architecture, world: World, pairs: Pairs) -> list[Any]:
+    """The full model whose matrices are W + alpha / rank · B A."""
+    chunks = build_model(architecture, world, seed=1)
+    base = {name: tensor.clone() for name, tensor in iter_hf_tensors(chunks)}
+
+    def weight(name: str, part: tuple[slice, ...]) -> Tensor:
+        if name not in pairs:
+            return base[name][part]
+        a_RI, b_OR = pairs[name]
+        return (base[name] + scale_of(name) * b_OR @ a_RI)[part]
+
+    with torch.no_grad():
+        fill_weights(chunks, weight)
+    return chunks
+
+
+def loss_of(hidden_TH: Tensor, batch: MicroBatch) -> Tensor:
+    rows = hidden_TH.index_select(0, batch.rows_N)
+    weights = torch.sin(torch.arange(rows.numel(), dtype=torch.float32)).view_as(rows)
+    return (rows.float() * weights).sum() + rows.float().square().sum()
+
+
+def hf_gradients(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
+    for _, weight, entry in described_parameters(chunks):
+        grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        yield from zip(
+            entry.hf_names,
+            tensors.unshard([grad], entry.layout, chunks[0].architecture),
+            strict=True,
+        )
+
+
+def projected(full: dict[str, Tensor], pairs: Pairs) -> Pairs:
+    """The gradients of the factors, from those of the merged matrices."""
+    return {
+        name: (scale_of(name) * b_OR.T @ full[name], scale_of(name) * full[name] @ a_RI.T)
+        for name, (a_RI, b_OR) in pairs.items()
+    }
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_factors_compute_what_the_merged_matrices_do(model_type, recompute, world: World) -> None:
+    architecture = tiny.architecture(model_type)
+    pairs = random_pairs(architecture)
+    batch = tiny.microbatch([24, 9, 1, 17])
+    full, low = merged(architecture, world, pairs), adapted(architecture, world, pairs)
+    if recompute != "none":
+        low = adapted(architecture, world, pairs, recompute=recompute)
+    outputs = []
+    for chunks in (full, low):
+        outputs.append(forward_hidden(chunks[0], batch))
+        loss_of(outputs[-1], batch).backward()
+    close(outputs[1], outputs[0])
+    expected = projected(dict(hf_gradients(full)), pairs)
+    found = {
+        (name, which): part.grad for each in factors_of(low) for name, which, part in each.pairs()
+    }
+    assert len(found) == 2 * len(pairs)
+    for name, (of_a, of_b) in expected.items():
+        close(found[name, "A"], of_a)
+        close(found[name, "B"], of_b)
+    assert all(weight.grad is None for _, weight, _ in described_parameters(low))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_base_and_merged_tensors(model_type, world: World) -> None:
+    architecture = tiny.architecture(model_type)
+    pairs, batch = random_pairs(architecture), tiny.microbatch([24, 9])
+    base, low = build_model(architecture, world, seed=1), adapted(architecture, world, pairs)
+    expected = dict(iter_hf_tensors(merged(architecture, world, pairs)))
+    for name, tensor in iter_hf_tensors(low):
+        torch.testing.assert_close(tensor, expected[name])
+    with base_only(low):
+        assert torch.equal(forward_hidden(low[0], batch), forward_hidden(base[0], batch))
+        for (name, tensor), (_, own) in zip(
+            iter_hf_tensors(low), iter_hf_tensors(base), strict=True
+        ):
+            assert torch.equal(tensor, own), name
+    assert not torch.equal(forward_hidden(low[0], batch), forward_hidden(base[0], batch))
+
+
+def test_new_factors_change_nothing_and_are_drawn_as_peft_draws_them(world: World) -> None:
+    architecture, batch = tiny.architecture("qwen3"), tiny.microbatch([24, 9])
+    base, low = (build_model(architecture, world, seed=1) for _ in range(2))
+    adapt(low, rank=16, alpha=32)
+    assert torch.equal(forward_hidden(low[0], batch), forward_hidden(base[0], batch))
+    for factors in factors_of(low):
+        for a_RI, b_OR in zip(factors.A, factors.B, strict=True):
+            bound = a_RI.shape[1] ** -0.5  # kaiming_uniform_(a=sqrt(5))
+            assert 0.9 * bound < a_RI.abs().max() <= bound
+            assert float(a_RI.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.1)
+            assert not b_OR.any()
+
+
+def test_a_norm_that_a_layer_fuses_comes_before_the_factors() -> None:
+    """As in Transformer Engine's LayerNormLinear, which is not installed here."""
+    layer = Module()
+    hidden = torch.randn(5, 8)
+    assert lora._multiplied_input(layer, hidden) is hidden
+    layer.layer_norm_weight, layer.eps = torch.randn(8), 1e-6  # pyright: ignore
+    plain = hidden * (hidden.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    close(lora._multiplied_input(layer, hidden), plain * layer.layer_norm_weight)
+    layer.zero_centered_gamma = True  # pyright: ignore
+    close(lora._multiplied_input(layer, hidden), plain * (layer.layer_norm_weight + 1))
+
+
+def test_a_matrix_of_another_kind_is_refused(world: World, monkeypatch) -> None:
+    chunks = build_model(tiny.architecture("qwen3"), world)
+    monkeypatch.setattr(lora, "_ADAPTED", ("qkv",))
+    with pytest.raises(
+        UserError, match=r"o_proj.weight is of a kind \(columns\) .* student.lora=null"
+    ):
+        adapt(chunks, rank=4, alpha=8)
+
+
+# ---- layouts
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tensor": 2}),
+    "tp2_sp": (2, {"tensor": 2, "sequence": True}),
+    "pp2_vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "dp2": (2, {}),
+    "tp2_sp_dp2": (4, {"tensor": 2, "sequence": True}),
+}
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, {"expert": 2}),
+    "tp2_sp_ep2": (4, {"tensor": 2, "sequence": True, "expert": 2}),
+}
+CASES = [
+    *(("qwen3", name) for name in LAYOUTS),
+    ("qwen2", "tp2_sp"),
+    *(("qwen3_moe", name) for name in EXPERT_LAYOUTS),
+]
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def definitions(world: World) -> Callable[[str], tuple[Pairs, list[float], list[float]]]:
+    """Factors after three plain steps on one rank, losses and gradient norms, by model type."""
+    known: dict[str, tuple[Pairs, list[float], list[float]]] = {}
+
+    def define(model_type: str) -> tuple[Pairs, list[float], list[float]]:
+        if model_type not in known:
+            known[model_type] = plain_steps(tiny.architecture(model_type), world)
+        return known[model_type]
+
+    return define
+
+
+def plain_steps(architecture: Architecture, world: World) -> tuple[Pairs, list[float], list[float]]:
+    pairs, losses, norms = random_pairs(architecture), [], []
+    flat = [factor for pair in pairs.values() for factor in pair]
+    adam = torch.optim.Adam(flat, lr=LR, eps=EPS)
+    for _ in range(STEPS):
+        chunks = merged(architecture, world, pairs)
+        every = [tiny.microbatch(each, seed=seed) for seed, each in enumerate(LENGTHS)]
+        total = sum(loss_of(forward_hidden(chunks[0], batch), batch) for batch in every)
+        total.backward()  # pyright: ignore
+        gradients = projected(dict(hf_gradients(chunks)), pairs)
+        for factor, gradient in zip(
+            flat, [g for pair in gradients.values() for g in pair], strict=True
+        ):
+            factor.grad = gradient
+        losses.append(float(total.detach()))
+        norms.append(float(sum(f.grad.square().sum() for f in flat)) ** 0.5)  # pyright: ignore
+        adam.step()
+    return pairs, losses, norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "layout"), CASES)
+def test_every_layout_takes_the_steps_of_one_rank(
+    model_type, layout, definitions, tmp_path: Path
+) -> None:
+    torch.save(definitions(model_type), tmp_path / "expected.pt")
+    ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    run_ranks(ranks, check_steps, model_type, parallel, str(tmp_path / "expected.pt"))
+
+
+def check_steps(rank: int, world_size: int, model_type: str, parallel: dict, path: str) -> None:
+    expected, losses, norms = torch.load(path)
+    world = start_world(ParallelConfig(**parallel), seed=0)
+    student_module.ADAM_EPS = EPS
+    architecture = tiny.architecture(model_type)
+    chunks = adapted(architecture, world, random_pairs(architecture), recompute="full")
+    student = Student(chunks, OptimizerConfig(lr=LR, clip_grad=1e9), "fp32")
+    held = sum(buffer.numel() for buffer in student.gradient_buffers())
+    assert held < sum(weight.numel() for _, weight, _ in described_parameters(chunks)) / 2
+    every = [tiny.microbatch(each, seed=seed) for seed, each in enumerate(LENGTHS)]
+    mine = every[world.batch_rank :: world.batch_size]
+    for step in range(STEPS):
+        student.zero_grad()
+        outputs = run_forward_backward(student.model, mine, forward_step, world=world)
+        norm = student.finish_grads()
+        assert norm == pytest.approx(norms[step], rel=1e-4), (step, norm, norms)
+        if world.batch_size == 1 and world.is_last_stage:
+            assert sum(map(float, outputs)) == pytest.approx(losses[step], rel=1e-5)
+        student.update(LR)
+    for factors in factors_of(chunks):
+        part, size = factors.group.rank(), factors.num_parts
+        for name, which, own in factors.pairs():
+            whole, cut = expected[name][which == "B"], factors.cut_of(which)
+            wanted = whole if cut is None else whole.chunk(size, dim=cut)[part]
+            torch.testing.assert_close(own.detach(), wanted, rtol=1e-5, atol=1e-6)
+    stop_world()
+
+
+def forward_step(
+    chunk: Module, batch: MicroBatch
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    def loss(hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        value = loss_of(hidden_TH, batch)
+        return value, value.detach()
+
+    return forward_hidden(chunk, batch), loss
