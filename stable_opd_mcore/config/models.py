@@ -40,6 +40,27 @@ class ModelConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Low-rank factors (LoRA): docs/planning.md. `{}` takes the defaults."""
+
+    rank: PositiveInt = 32
+    """Rank of the two factors of a matrix."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The product of the factors is multiplied by alpha / rank before it is added to the matrix."""
+    expert_rank: PositiveInt | None = None
+    """Rank of the factors of experts' matrices, multiplied by alpha / expert_rank. `null`: `rank`.
+    """
+
+
+class StudentConfig(ModelConfig):
+    """The model that is trained."""
+
+    lora: LoraConfig | None = None
+    """Train only a pair of low-rank factors for each matrix of the layers (queries, keys, values,
+    output, gate, up and down, experts' too); all other weights are frozen. `null`: all weights are
+    trained."""
+
+
 SELF = "self"  # teacher.path of a student that is its own teacher
 
 

@@ -18,6 +18,7 @@ from stable_opd_mcore.config.guard_settings import GuardConfig
 from stable_opd_mcore.config.models import (
     ModelConfig,
     ReferenceConfig,
+    StudentConfig,
     TeacherConfig,
     TokenizerConfig,
 )
@@ -184,8 +185,7 @@ class Config(Section):
     """A run."""
 
     run: RunConfig
-    student: ModelConfig
-    """The model that is trained."""
+    student: StudentConfig
     teacher: TeacherConfig | None = None
     """The model that scores the student's tokens; `null`: none."""
     reference: ReferenceConfig = ReferenceConfig()
@@ -244,15 +244,29 @@ class Config(Section):
         return self.student if self.teacher and self.teacher.is_self else self.teacher
 
     @property
-    def teacher_shares(self) -> Literal["student", "reference"] | None:
-        """The model whose weights in memory are the teacher's; None: it has its own, or none."""
+    def teacher_shares(self) -> Literal["student", "base", "reference"] | None:
+        """The model whose weights in memory are the teacher's; None: it has its own, or none.
+
+        base: the student without its low-rank factors.
+        """
         if self.teacher is None or not self.teacher.is_self:
             return None
         if self.teacher.weights == "live":
             return "student"
-        is_start = self.reference.path is None and self.reference.update == "never"
+        if self.student.lora and self.fp8.teacher == self.fp8.student:
+            return "base"
         same = self.fp8.teacher == self.fp8.reference and self.teacher.weights == "frozen"
-        return "reference" if self.largest_beta and is_start and same else None
+        return "reference" if self.largest_beta and self._reference_is_start and same else None
+
+    @property
+    def reference_shares(self) -> Literal["base"] | None:
+        """The same of the reference's weights."""
+        same = self.fp8.reference == self.fp8.student
+        return "base" if self.student.lora and self._reference_is_start and same else None
+
+    @property
+    def _reference_is_start(self) -> bool:
+        return self.reference.path is None and self.reference.update == "never"
 
     @property
     def frozen_models_move(self) -> bool:
@@ -289,6 +303,7 @@ class Config(Section):
                 "neither tokenizer.path nor student.path names a tokenizer; set tokenizer.path"
             )
         self._require_teacher_fits()
+        self._require_lora_fits()
         if "student" in (self.memory.offload or ()) and not self.is_colocated:
             raise ValueError(
                 "memory.offload names `student`, which moves only while colocated servers sample: "
@@ -364,6 +379,20 @@ class Config(Section):
                 f"fp8.teacher={self.fp8.teacher} with teacher.weights=live: the teacher is the "
                 "student as it trains; set fp8.teacher=null"
             )
+
+    def _require_lora_fits(self) -> None:
+        if self.student.lora is None:
+            return
+        follows = {"reference.update": self.reference.update}
+        if self.teacher is not None:
+            follows["teacher.weights"] = self.teacher.weights
+        for key, value in follows.items():
+            if value in ("every", "ema"):
+                rest = "never" if key == "reference.update" else "frozen"
+                raise ValueError(
+                    f"{key}={value} with student.lora: a model that follows the student's "
+                    f"low-rank factors is not implemented; set {key}={rest}, or student.lora=null"
+                )
 
     def _require_guard_fits(self) -> None:
         if not self.guard.acts:

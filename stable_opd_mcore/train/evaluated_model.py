@@ -17,7 +17,7 @@ from typing import Any
 from stable_opd_mcore import evaluation
 from stable_opd_mcore.config.changes import read_settings
 from stable_opd_mcore.config.load import load_config
-from stable_opd_mcore.config.schema import Config, ModelConfig, RunConfig, TokenizerConfig
+from stable_opd_mcore.config.schema import Config, RunConfig, StudentConfig, TokenizerConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
 from stable_opd_mcore.host.atomic_files import write_atomically
@@ -130,7 +130,7 @@ def evaluated_config(config: Config, model: EvaluatedModel) -> Config:
         has_own = (model.path / "tokenizer.json").is_file()
         tokenizer = str(model.path) if has_own else config.student.path
     stop_ids = None if stop_ids is None else tuple(stop_ids)
-    student = ModelConfig(
+    student = StudentConfig(
         path=str(model.path), stop_token_ids=stop_ids, chat_template_kwargs=template_kwargs
     )
     if config.student.path == student.path:  # else they are another model's

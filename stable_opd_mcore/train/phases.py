@@ -56,7 +56,8 @@ def device_memory(
     if "frozen" in (config.memory.offload or ()) and not frozen:
         raise ConfigError(
             "memory.offload names `frozen`, but objective.name="
-            f"{config.objective.name} has no teacher or reference in the trainer: leave it out"
+            f"{config.objective.name} has no teacher or reference with weights of its own in the "
+            "trainer: leave it out"
         )
     content = "changes" if config.frozen_models_move else "constant"
     parts = [

@@ -18,6 +18,7 @@ from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.output_head import Head, align_head
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
+from stable_opd_mcore.models.lora import adapt, base_only
 from stable_opd_mcore.models.weights import random_weights
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, Sample
@@ -84,6 +85,9 @@ class RunModels:
         self.student = load_model(
             config, world, config.student, vocab_size, fp8=fp8, trainable=True
         )
+        if lora := config.student.lora:
+            sizes = {"rank": lora.rank, "alpha": lora.alpha, "expert_rank": lora.expert_rank}
+            adapt(self.student, **sizes, seed=config.train.seed)
         self.head = output_head(self.student, vocab_size)
         self._megatron_scorer = partial(
             MegatronScorer,
@@ -156,7 +160,20 @@ class RunModels:
         needs = self.objective.reference_needs
         if needs == "none":
             return None
-        return self._megatron_scorer(self._reference_chunks, hidden_only=needs == "hidden")
+        hidden_only = needs == "hidden"
+        if self.config.reference_shares == "base":
+            return self._base_scorer(hidden_only=hidden_only)
+        return self._megatron_scorer(self._reference_chunks, hidden_only=hidden_only)
+
+    @property
+    def _base_scorer(self) -> Callable[..., MegatronScorer]:
+        """Builds scorers on the student without its low-rank factors."""
+        return partial(
+            self._megatron_scorer,
+            self.student,
+            head=self.head,
+            around=lambda _: base_only(self.student),
+        )
 
     @cached_property
     def _reference_chunks(self) -> list[HiddenStatesGPTModel]:
@@ -242,6 +259,8 @@ class RunModels:
                     "train.minibatches=1, or teacher.weights=ema"
                 )
             return partial(self._megatron_scorer, self.student, head=self.head)
+        if config.teacher_shares == "base":
+            return self._base_scorer
         if config.teacher_shares == "reference":
             return partial(self._megatron_scorer, self._reference_chunks)
         update = "ema" if teacher.weights == "ema" else "never"

@@ -5,6 +5,7 @@ token weights already contain the global normaliser.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import OptimizerConfig
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
+from stable_opd_mcore.models.lora import base_only, factors_of
 from stable_opd_mcore.models.routers import Routers
+from stable_opd_mcore.models.weights import weights_hash
 
 ADAM_BETA1, ADAM_EPS = 0.9, 1e-8
 
@@ -81,6 +84,14 @@ class Student:
         self._grad_norm = 0.0
         self._inner = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
+    @cached_property
+    def base_hash(self) -> str | None:
+        """Of the frozen weights under low-rank factors; None: all are trained. Collective."""
+        if not factors_of(self.chunks):
+            return None
+        with base_only(self.chunks):
+            return weights_hash(self.chunks)
+
     def gradient_buffers(self) -> list[Tensor]:
         """Megatron's buffers of the gradients; every parameter's gradient is a view of one."""
         return [
@@ -128,5 +139,6 @@ def _accumulate_in_main_grad(chunk: HiddenStatesGPTModel) -> None:
     output layer, which never runs here. The torch layers have no such GEMM.
     """
     for module in chunk.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
+        is_trained = any(weight.requires_grad for weight in module.parameters(recurse=False))
+        if is_trained and hasattr(module, "fuse_wgrad_accumulation"):
             setattr(module, "fuse_wgrad_accumulation", True)  # noqa: B010  # unknown to Module

@@ -29,6 +29,15 @@ from tests.config.cases import run_of
             "teacher.path=self teacher.weights=live teacher.prompt=x fp8.teacher=tensorwise",
             r"fp8\.teacher=tensorwise with teacher\.weights=live",
         ),
+        (
+            "student.path=a student.lora.rank=4 reference.update=ema kl.beta=0.1",
+            r"reference\.update=ema with student\.lora: .* set reference\.update=never",
+        ),
+        (
+            "student.path=a student.lora.rank=4 teacher.path=self teacher.weights=ema",
+            r"teacher\.weights=ema with student\.lora: .* set teacher\.weights=frozen",
+        ),
+        ("student.lora.rank=0", "student.lora.rank: Input should be greater than 0"),
         ("student.window=0", "student.window: Input should be greater than 0"),
         ("student.rope_theta=.inf", "student.rope_theta: Input should"),
     ],

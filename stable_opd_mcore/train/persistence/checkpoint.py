@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from stable_opd_mcore.host.atomic_files import (
 from stable_opd_mcore.host.run_directory import ANY_STEP, checkpoint_name
 from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models.directory_save import save_directory
+from stable_opd_mcore.models.lora import factors_of, form_of, set_factors, sharded_factors
 from stable_opd_mcore.models.manifest import find_damage
 from stable_opd_mcore.models.megatron_checkpoint import (
     refuse_foreign_pickle,
@@ -58,6 +59,10 @@ class Record:
     reference: bool  # whether the weights of a moving reference are saved too
     versions: dict[str, str]
     teacher: bool = False  # the same of a self-teacher
+    # Rank and alpha of a student's low-rank factors, which are saved in place of its weights, and
+    # the hash of the weights that they belong to
+    factors: dict[str, float] = field(default_factory=dict)
+    base: str | None = None
     format: Literal[2] = 2
 
 
@@ -118,6 +123,8 @@ class CheckpointSaver:
             "reference" in self._moving,
             {name: version(name) for name in ("torch", "megatron-core")},
             "teacher" in self._moving,
+            form_of(self._student.chunks),
+            self._student.base_hash,
         )
 
         def describe(path: Path) -> None:
@@ -199,6 +206,7 @@ def load_checkpoint(
             )
             + "; use another run.name or the config it was written with"
         )
+    _refuse_other_factors(path, record, student)
     refuse_foreign_pickle(path)
     moving = {name: model for name, model in moving.items() if getattr(record, name)}
     wanted_state = _state_dict(student, moving, loading=True)
@@ -207,7 +215,10 @@ def load_checkpoint(
         set_weights(model.kept, loaded.pop(name))
         refuse_non_finite(model.kept, f"{path}: the {name}")
         model.restore()
-    set_weights(student.chunks, loaded)
+    if record.factors:
+        set_factors(student.chunks, loaded["factors"])
+    else:
+        set_weights(student.chunks, loaded)
     refuse_non_finite(student.chunks, str(path))
     set_state(student.optimizer, loaded["optimizer"])
     rng = path / f"rng_rank_{dist.get_rank():05d}.safetensors"
@@ -216,10 +227,35 @@ def load_checkpoint(
     return record.state
 
 
+def _refuse_other_factors(path: Path, record: Record, student: Student) -> None:
+    """Raise a UserError if the checkpoint's low-rank factors are not those of the student."""
+    found, wanted = record.factors, form_of(student.chunks)
+    if found != wanted:
+        texts = [
+            "student.lora with " + ", ".join(f"{key}={value:g}" for key, value in form.items())
+            if form
+            else "student.lora=null"
+            for form in (found, wanted)
+        ]
+        raise UserError(
+            f"{path}: checkpoint of a run with {texts[0]}, but the config has {texts[1]}; use "
+            "another run.name or the config it was written with"
+        )
+    if record.base != student.base_hash:
+        raise UserError(
+            f"{path}: its low-rank factors belong to weights with the hash {record.base}, but "
+            f"those of student.path have {student.base_hash}; give the model and the "
+            "train.precision that the run began with"
+        )
+
+
 def _state_dict(
     student: Student, moving: Mapping[str, MovingWeights], loading: bool
 ) -> dict[str, Any]:
-    tree = weights_of(student.chunks)
+    has_factors = bool(factors_of(student.chunks))
+    tree: dict[str, Any] = (
+        {"factors": sharded_factors(student.chunks)} if has_factors else weights_of(student.chunks)
+    )
     tree["optimizer"] = sharded_state(student.optimizer, tree, loading=loading)
     for name, model in moving.items():
         kept = weights_of(model.kept)

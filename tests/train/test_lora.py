@@ -1,0 +1,141 @@
+"""Runs of students with low-rank factors: every layout, resumed from another, gives the numbers of
+one rank; what the run writes is the merged model.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.megatron_checkpoint import load_weights
+from stable_opd_mcore.models.weights import iter_hf_tensors
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.train.loop import train
+from stable_opd_mcore.train.setup import build_run
+from tests.models import tiny
+from tests.parallel.launch import run_ranks
+from tests.train.runs import metrics_of, tiny_architecture, tiny_config
+from tests.train.test_experts import MIXTURE
+
+pytestmark = pytest.mark.slow
+
+# Layouts of four ranks, in the order in which a run goes through them.
+DENSE_LAYOUTS = {
+    "tp2_sp_cp2": {"tensor": 2, "context": 2, "sequence": True},
+    "tp2_pp2": {"tensor": 2, "pipeline": 2},
+    "pp2_vpp2_dp2": {"pipeline": 2, "virtual_pipeline": 2},
+    "dp4": {},
+}
+EXPERT_LAYOUTS = {
+    "ep2_tp2": {"expert": 2, "tensor": 2, "sequence": True},
+    "cp2_ep2": {"expert": 2, "context": 2},
+    "ep2_pp2": {"expert": 2, "pipeline": 2},
+}
+LORA = {"rank": 4, "alpha": 8.0, "expert_rank": 2}
+KEYS = ("loss/total", "loss/pg", "loss/kl", "grad_norm", "logprob/rollout_gap_max")
+
+
+def config_of(directory: Path, name: str, steps: int, **sections: Any) -> Config:
+    sections = {
+        "student": {"architecture": tiny_architecture(16, 4), "lora": LORA},
+        "teacher": {"architecture": tiny_architecture(24, 4)},
+        "rollout": {"prompts_per_step": 5, "samples_per_prompt": 1},
+        "sampling": {"max_new_tokens": 8},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 0},
+        **sections,
+        "train": {"steps": steps, "micro_batch_tokens": 96, **sections.get("train", {})},
+    }
+    return tiny_config(directory, name, **sections)
+
+
+EXPERTS = {"student": {"architecture": MIXTURE, "lora": LORA}}  # two layers
+
+
+def on_one_rank(rank: int, world_size: int, directory: str) -> None:
+    path = Path(directory)
+    train(config_of(path, "dense", len(DENSE_LAYOUTS)), show_progress=False)
+    train(config_of(path, "experts", len(EXPERT_LAYOUTS), **EXPERTS), show_progress=False)
+
+
+def on_every_layout(rank: int, world_size: int, directory: str) -> None:
+    for name, layouts, sections in (
+        ("dense", DENSE_LAYOUTS, {}),
+        ("experts", EXPERT_LAYOUTS, EXPERTS),
+    ):
+        for steps, parallel in enumerate(layouts.values(), start=1):
+            more = {**sections, "parallel": parallel, "train": {"recompute": "full"}}
+            train(config_of(Path(directory), f"{name}_resumed", steps, **more), False)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("runs")
+    run_ranks(1, on_one_rank, str(directory))
+    run_ranks(4, on_every_layout, str(directory))
+    return directory
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_every_layout_gives_the_numbers_of_one_rank(runs, name):
+    expected, found = metrics_of(runs / name), metrics_of(runs / f"{name}_resumed")
+    assert len(found) == len(expected) > 2
+    assert expected[0]["loss/kl"] == 0 < expected[1]["loss/kl"]  # to the student without factors
+    for key in KEYS:
+        wanted = [row[key] for row in expected]
+        tolerance = 1e-5 if key.endswith("gap_max") else 1e-7
+        assert [row[key] for row in found] == pytest.approx(wanted, rel=1e-4, abs=tolerance), key
+    own, other = (
+        load_file(runs / run / "model" / "model.safetensors") for run in (name, f"{name}_resumed")
+    )
+    assert own.keys() == other.keys()
+    for key, tensor in own.items():
+        torch.testing.assert_close(other[key], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_only_the_matrices_of_layers_differ_in_the_trained_model(runs):
+    world = start_world(config_of(runs, "dense", 1).parallel, 0)
+    config = config_of(runs, "dense", 1)
+    start = build_run(config, world).student.chunks
+    trained = load_file(runs / "dense" / "model" / "model.safetensors")
+    for name, tensor in iter_hf_tensors(start):
+        is_trained = name.endswith("_proj.weight")
+        assert torch.equal(tensor, trained[name]) != is_trained, name
+    stop_world()
+
+
+def test_a_checkpoint_holds_the_factors_and_is_refused_elsewhere(runs):
+    config = config_of(runs, "dense", len(DENSE_LAYOUTS))
+    checkpoint = runs / "dense" / "checkpoints" / f"step_{len(DENSE_LAYOUTS):06d}"
+    record = json.loads((checkpoint / "state.json").read_text())
+    assert record["factors"] == {"rank": 4, "alpha": 8.0}
+    world = start_world(config.parallel, 0)
+    with pytest.raises(UserError, match=r"without the model under them; give the run's model/"):
+        load_weights(build_model(tiny.architecture("qwen3"), world), checkpoint)
+    stop_world()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"student": {"architecture": tiny_architecture(16, 4)}},
+            "the config has student.lora=null",
+        ),
+        (
+            {"student": {"architecture": tiny_architecture(16, 4), "lora": {"rank": 8}}},
+            "rank=8, alpha=32",
+        ),
+        ({"train": {"seed": 1}}, "belong to weights with the hash"),
+    ],
+)
+def test_a_resume_with_another_base_or_other_factors_is_refused(runs, sections, message):
+    config = config_of(runs, "dense", len(DENSE_LAYOUTS) + 1, **sections)
+    with pytest.raises(UserError, match=message):
+        train(config, show_progress=False, accept_changes=True)
+    stop_world()
