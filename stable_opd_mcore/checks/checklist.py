@@ -79,6 +79,7 @@ OF_A_RUN: Checks = {
         sampling.rotary_base,
         sampling.nucleus,
         sampling.mixed_groups,
+        sampling.slow_factors,
         sampling.support,
     ),
     "layout": (

@@ -1,4 +1,4 @@
-"""Lengths and sampling: windows, rotary base, top-p, vocabulary sizes of the models of a config.
+"""Lengths, sampling, learning rate: windows, rotary base, top-p, vocabulary sizes of a config.
 
 The schema refuses a temperature that a served teacher cannot score at; this list shows its message.
 """
@@ -13,6 +13,7 @@ from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
 # Families with rope_theta 10,000 were trained to this many positions: Llama 2, Qwen2.5-Math.
 _USUAL_THETA, _USUAL_WINDOW = 10_000.0, 4096
+_LEAST_FACTOR_LR = 3e-5
 
 
 def student_window(inputs: RunInputs) -> Iterator[Finding]:
@@ -65,6 +66,13 @@ def mixed_groups(inputs: RunInputs) -> Iterator[Finding]:
     settings = inputs.config.rollout
     if inputs.objective.needs_rewards and settings.partial:
         yield finding("mixed-groups", name=inputs.objective.name, count=settings.samples_per_prompt)
+
+
+def slow_factors(inputs: RunInputs) -> Iterator[Finding]:
+    """A learning rate of full training with low-rank factors."""
+    lr = inputs.config.optimizer.lr
+    if inputs.config.student.lora and lr < _LEAST_FACTOR_LR:
+        yield finding("slow-factors", lr=lr, usual=_LEAST_FACTOR_LR)
 
 
 def embedding_rows(inputs: RunInputs) -> None:

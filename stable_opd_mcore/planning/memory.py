@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stable_opd_mcore.config.training import Offloadable
+from stable_opd_mcore.config.training import Fp8Role, Offloadable
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.model_size import ADAM_BYTES
 from stable_opd_mcore.planning.planned_run import PlannedRun
@@ -101,14 +101,20 @@ def largest_micro_batch(run: PlannedRun) -> int | None:
 
 
 def _student(run: PlannedRun, stage: int) -> Iterator[Component]:
-    """Weights, gradients, and the optimizer's shards of them."""
+    """Weights, and of those that are trained the gradients and the optimizer's shards."""
     config, student, layout = run.config, run.student, run.layout
-    parameters = student.stage_parameters(stage)
-    sharded = student.shared_parameters(stage) / layout.gradient_ranks
-    sharded += student.expert_parameters() / layout.expert_copies
+    weights = run.element * student.stage_parameters(stage)
+    shared, experts = student.shared_parameters(stage), student.expert_parameters()
+    if lora := config.student.lora:
+        shared = student.factor_parameters(lora.rank)
+        experts = student.expert_factor_parameters(lora.expert_rank or lora.rank)
+    sharded = shared / layout.gradient_ranks + experts / layout.expert_copies
     state = ADAM_BYTES[config.train.precision] * sharded
-    yield Component("student weights", run.element * parameters, part="student")
-    yield Component("gradients, fp32", 4 * parameters, part="gradients")
+    yield Component("student weights", weights, part="student")
+    if lora:
+        factors = run.element * (shared + experts)
+        yield Component("student's low-rank factors", factors, part="student")
+    yield Component("gradients, fp32", 4 * (shared + experts), part="gradients")
     yield Component("Adam's state", state, part="optimizer")
     # Transformer Engine casts the weights once a step, for both directions of a GEMM.
     if config.fp8.student:
@@ -119,7 +125,7 @@ def _frozen(run: PlannedRun, stage: int) -> Iterator[Component]:
     """Weights of the scorers, and what one that follows the student also keeps."""
     config, element = run.config, run.element
     for role, size in run.frozen.items():
-        if role == "teacher" and config.teacher_shares:
+        if run.shares.get(role):
             continue
         weights, fp8 = element * size.stage_parameters(stage), config.fp8.of(role)
         if fp8 is not None:
@@ -135,8 +141,8 @@ def _frozen(run: PlannedRun, stage: int) -> Iterator[Component]:
 
 
 def _rollouts(run: PlannedRun, stage: int) -> Iterator[Component]:
-    layout, student, rollout = run.layout, run.student, run.config.rollout
-    if run.config.objective.name == "sft" or rollout.engine == "replay":
+    config, layout, student, rollout = run.config, run.layout, run.student, run.config.rollout
+    if config.objective.name == "sft" or rollout.engine == "replay":
         return
     if not rollout.has_servers:
         per_token = student.kv_bytes(run.element) / (layout.tensor * layout.pipeline)
@@ -148,6 +154,9 @@ def _rollouts(run: PlannedRun, stage: int) -> Iterator[Component]:
     largest = run.element * embedding
     buckets = 2 * max(WEIGHT_BUCKET_BYTES, largest)
     yield Component("weight sync buckets", buckets, ("rollout",))
+    if config.student.lora:  # both products of gate and up, or of q, k and v, joined and rounded
+        merged = (8 + run.element) * student.widest_matrix()
+        yield Component("weight sync: merged matrix, fp32", merged, ("rollout",))
     # Owners gather shards and join them; other stages receive the whole tensor.
     is_cut = layout.tensor > 1 and stage in (0, layout.pipeline - 1)
     if copies := 2 if is_cut else min(1, layout.pipeline - 1):
@@ -210,16 +219,18 @@ def _loss_inputs(run: PlannedRun) -> Iterator[Component]:
     if teacher and run.layout.tensor > 1 and teacher.head_rows != student.head_rows:
         copy = element * student.head_rows * teacher.architecture.hidden_size
         yield Component("teacher's head, cut as the student's", copy)
-    widths = sum(_hidden_states_needed(run))
+    needed = _hidden_states_needed(run)
+    widths = sum(needed.values())
     if "frozen" in run.config.offloaded:  # the loss multiplies their heads
-        columns = element * student.head_rows * widths
+        own = sum(width for role, width in needed.items() if run.shares.get(role) != "base")
+        columns = element * student.head_rows * own
         yield Component("heads of the scorers", columns, ("update",))
     kept = element * (run.scored_rows / run.layout.gradient_ranks) * widths
     yield Component("hidden states of the scorers", kept, ("score", "update"))
-    of_teacher = _hidden_states_needed(replace(run, models=replace(run.models, reference=False)))
+    of_teacher = needed.get("teacher", 0)
     if of_teacher and run.of_scorer("teacher") is not run:
         # scoring/own_prompt.py: those of all context ranks, in the teacher's order
-        moved = run.element * (run.scored_rows / run.layout.data) * sum(of_teacher)
+        moved = run.element * (run.scored_rows / run.layout.data) * of_teacher
         yield Component("teacher's hidden states on their way", moved, ("score",))
 
 
@@ -238,15 +249,16 @@ def _loss_bytes(run: PlannedRun) -> float:
     return held + element * rows * student.head_rows * blocks
 
 
-def _hidden_states_needed(run: PlannedRun) -> list[int]:
+def _hidden_states_needed(run: PlannedRun) -> dict[Fp8Role, int]:
     """Hidden sizes of the scorers whose hidden states the loss reads."""
-    objective, needed = run.config.objective, []
+    objective = run.config.objective
+    needed: dict[Fp8Role, int] = {}
     whole = objective.name in ("gkd", "student_topk") or objective.advantage.control_variate
     whole = whole or "divergence" in objective.needs
     if run.models.teacher is not None and whole:
-        needed.append(run.models.teacher.hidden_size)
+        needed["teacher"] = run.models.teacher.hidden_size
     if run.models.reference and run.config.kl.estimator == "exact":
-        needed.append(run.models.student.hidden_size)
+        needed["reference"] = run.models.student.hidden_size
     return needed
 
 

@@ -67,6 +67,27 @@ class ModelSize:
         own = model.experts.number // self.layout.expert
         return self.layers_per_stage * own * 3 * model.ffn_hidden_size * model.hidden_size
 
+    def factor_parameters(self, rank: int) -> int:
+        """Low-rank factors of the matrices of one stage's layers, without its experts."""
+        model, t, hidden = self.architecture, self.layout.tensor, self.architecture.hidden_size
+        # A of a matrix that is cut by rows, and B of one that is cut by columns, are whole.
+        layer = 4 * hidden + 2 * (self.query_width + self.key_width) // t
+        if model.experts is None:
+            layer += 3 * hidden + 3 * model.ffn_hidden_size // t
+        return rank * layer * self.layers_per_stage
+
+    def expert_factor_parameters(self, rank: int) -> int:
+        """The same of this rank's experts; 0 in a dense model."""
+        inputs, outputs = self.architecture.hidden_size, self.architecture.ffn_hidden_size
+        return self.expert_parameters() // (inputs * outputs) * rank * (inputs + outputs)
+
+    def widest_matrix(self) -> int:
+        """Values of the largest parameter of a layer, joined as Megatron joins them."""
+        model, layout = self.architecture, self.layout
+        rows = (self.query_width + 2 * self.key_width) // layout.tensor
+        mlp = 2 * model.ffn_hidden_size // (1 if model.experts else layout.tensor)
+        return max(rows, mlp) * model.hidden_size
+
     def fp8_parameters(self) -> int:
         """Parameters of the matrices in FP8 on one pipeline stage."""
         model, layout = self.architecture, self.layout

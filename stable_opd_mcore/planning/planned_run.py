@@ -85,6 +85,11 @@ class PlannedRun:
             sizes["reference"] = self.student
         return sizes
 
+    @property
+    def shares(self) -> dict[Fp8Role, str | None]:
+        """Whose weights in memory each scorer has; None: its own."""
+        return {"teacher": self.config.teacher_shares, "reference": self.config.reference_shares}
+
     def of_scorer(self, role: Fp8Role) -> PlannedRun:
         """The run with the sequences of this scorer: the teacher may read another prompt."""
         tokens = self.teacher_prompt_tokens

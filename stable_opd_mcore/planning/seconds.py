@@ -40,11 +40,12 @@ def step_seconds(run: PlannedRun) -> StepSeconds:
     model = student.architecture
     mlp = 2 * model.num_layers * run.trained_tokens * model.mlp_products
     again = {"none": 0.0, "selective": mlp, "full": forward}[run.config.train.recompute]
-    # One product forward with every head, two more backward with the student's.
-    heads = 3 * student.head_flops(run.response_rows)
+    # One product forward, and two backward: of the input and, where it is trained, of the weight.
+    products = 2 if run.config.student.lora else 3
+    heads = products * student.head_flops(run.response_rows)
     heads += sum(size.head_flops(run.scored_rows) for size in run.frozen.values())
     score_seconds = run.device.matmul_seconds(score / gpus)
-    update_seconds = run.device.matmul_seconds((3 * forward + again + heads) / gpus)
+    update_seconds = run.device.matmul_seconds((products * forward + again + heads) / gpus)
     offload, rollout = _offload_seconds(run), _rollout_seconds(run)
     if run.config.rollout.has_servers and run.config.rollout.max_staleness:
         rollout = max(0.0, rollout - score_seconds - update_seconds - offload)

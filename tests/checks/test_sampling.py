@@ -41,6 +41,11 @@ CASES = {  # check, sections -> severity and the two values
         {"sampling": {"top_p": 0.9}},
         ("warning", "0.9", "the full softmax, top_p 1"),
     ),
+    "a learning rate of full training with low-rank factors": (
+        sampling.slow_factors,
+        {"student": {"lora": {}}, "optimizer": {"lr": 1e-6}},
+        ("warning", "1e-06", "3e-05 or more, ten times the rate of a full training"),
+    ),
     "groups of several weights": (
         sampling.mixed_groups,
         {

@@ -26,6 +26,25 @@ def test_weights_gradients_and_optimizer_follow_the_layout(tmp_path):
     assert held["KV cache"] == 128 * (256 + 8192) * 2 * 28 * 512 * 2 / 4
 
 
+def test_low_rank_factors_need_neither_a_reference_nor_gradients_of_the_weights(tmp_path):
+    lora = (EMBEDDED, "student.lora={rank: 32}")
+    plan = make_plan(config_7b(tmp_path, *lora), NODE)
+    held = components(plan)
+    factors = held["student's low-rank factors"]
+    assert held["gradients, fp32"] == 2 * factors
+    assert held["Adam's state"] == 6 * factors / 2  # over two data-parallel ranks
+    assert factors < held["student weights"] / 50
+    assert "reference weights" not in held
+    assert "teacher weights" in held
+    assert "reference weights" in components(
+        make_plan(config_7b(tmp_path, *lora, "reference.path=x"), NODE)
+    )
+    full = make_plan(config_7b(tmp_path, EMBEDDED), NODE)
+    assert plan.seconds.update < 0.75 * full.seconds.update
+    alone = make_plan(config_7b(tmp_path, *lora, "teacher=null", "objective.name=grpo"), NODE)
+    assert "frozen" not in str(alone.choice.remedy)
+
+
 @pytest.mark.parametrize(
     ("override", "gone"),
     [

@@ -17,6 +17,7 @@ from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
+from stable_opd_mcore.models.lora import adapt, factors_of
 from stable_opd_mcore.planning.layout import layout_of
 from stable_opd_mcore.planning.model_size import ModelSize
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
@@ -102,6 +103,20 @@ def test_matrices_in_fp8_are_those_that_the_built_model_rounds(family, expert):
             modules = [module for chunk in chunks for module in chunk.modules()]
             weights = [m.weight for m in modules if getattr(m, "rounding", None)]
             assert sum(w.numel() for w in weights) == size.fp8_parameters()
+
+
+@pytest.mark.parametrize(("family", "expert"), [("qwen2", 1), ("qwen3_moe", 2)])
+def test_low_rank_factors_are_those_of_the_built_model(family, expert):
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    architecture = layers_of(family, layers=8, **experts)
+    parallel = ParallelConfig(
+        tensor=2, sequence=True, pipeline=2, virtual_pipeline=2, expert=expert
+    )
+    size = ModelSize(architecture, layout_of(parallel, 8))
+    with built(architecture, parallel, 8, 7) as chunks:
+        adapt(chunks, rank=6, alpha=1.0, expert_rank=3)
+        found = sum(weight.numel() for f in factors_of(chunks) for weight in f.parameters())
+    assert found == size.factor_parameters(6) + size.expert_factor_parameters(3)
 
 
 def saved_for_backward(chunk: HiddenStatesGPTModel) -> int:
