@@ -221,7 +221,9 @@ def serve(
 def convert(
     source: Annotated[
         str,  # a Path would drop the ./ that marks a path and not a hub id
-        typer.Argument(help="A Hugging Face directory or hub id, or a Megatron checkpoint."),
+        typer.Argument(
+            help="A Hugging Face directory or hub id, a Megatron checkpoint, or a PEFT adapter."
+        ),
     ],
     target: Annotated[Path, typer.Argument(help="The directory to write; must not exist.")],
     tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks (torchrun).")] = 1,

@@ -28,7 +28,7 @@ TEXTS = [path for path in TRACKED if Path(path).suffix in {".py", ".md", ".yaml"
 ROOT_FOLDERS = sorted({path.split("/")[0] for path in TRACKED if "/" in path})
 # What runs and jobs write, and what a user downloads; not in the repository.
 WRITTEN = (
-    *("runs/", "rollouts/", "tokens/", "checkpoints/", "model/", "sglang/", "stacks/"),
+    *("runs/", "rollouts/", "tokens/", "checkpoints/", "model/", "adapter/", "sglang/", "stacks/"),
     *("attempt_1/", "own_code/"),
 )
 

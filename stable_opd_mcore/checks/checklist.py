@@ -70,6 +70,7 @@ OF_A_RUN: Checks = {
         model_directories.student_settings,
         model_directories.teacher_settings,
         model_directories.weights,
+        model_directories.adapter,
         model_directories.same_weights,
     ),
     "sampling": (
@@ -80,6 +81,7 @@ OF_A_RUN: Checks = {
         sampling.nucleus,
         sampling.mixed_groups,
         sampling.slow_factors,
+        sampling.rounded_factors,
         sampling.support,
     ),
     "layout": (

@@ -76,6 +76,8 @@ def _places(config: Config) -> Iterator[tuple[str, str]]:
         start = reference.path or config.student.path
         if start is not None:
             yield "reference.path" if reference.path else "student.path", start
+    if config.student.lora is not None and config.student.lora.path is not None:
+        yield "student.lora.path", config.student.lora.path
     yield from _own_code(config)
 
 

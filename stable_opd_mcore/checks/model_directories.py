@@ -51,6 +51,15 @@ def _ends(directory: str) -> dict[str, tuple[int, bytes]]:
     return ends
 
 
+def adapter(inputs: RunInputs) -> None:
+    """An adapter to start from that `train` refuses."""
+    lora = inputs.config.student.lora
+    if lora is not None and lora.path is not None:
+        from stable_opd_mcore.models.peft_directory import check_adapter  # as in `weights`
+
+        check_adapter(Path(lora.path), inputs.architecture, lora)
+
+
 def weights(inputs: RunInputs) -> Iterator[Finding]:
     """Files that `train` refuses when it loads a model, and files of weights that it passes over;
     few values are read.

@@ -75,6 +75,14 @@ def slow_factors(inputs: RunInputs) -> Iterator[Finding]:
         yield finding("slow-factors", lr=lr, usual=_LEAST_FACTOR_LR)
 
 
+def rounded_factors(inputs: RunInputs) -> Iterator[Finding]:
+    """Low-rank factors that servers receive merged into bf16."""
+    config, lora = inputs.config, inputs.config.student.lora
+    corrects = config.rollout.importance_correction != "none"
+    if lora and config.rollout.has_servers and config.train.precision == "bf16" and not corrects:
+        yield finding("rounded-factors", rank=lora.rank)
+
+
 def embedding_rows(inputs: RunInputs) -> None:
     """Embeddings with fewer rows than the tokenizer has tokens; `train` refuses them."""
     for settings, model in inputs.models.values():

@@ -33,4 +33,6 @@ def after_cold_start(config: Config) -> Config:
     values["tokenizer"]["path"] = config.tokenizer.path or config.student.path
     values["student"] |= {"path": str(model), "architecture": None}
     values["cold_start"] = None
+    if values["student"]["lora"] is not None:  # merged into that model
+        values["student"]["lora"]["path"] = None
     return Config.model_validate(values)

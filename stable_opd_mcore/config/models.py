@@ -50,6 +50,9 @@ class LoraConfig(Section):
     expert_rank: PositiveInt | None = None
     """Rank of the factors of experts' matrices, multiplied by alpha / expert_rank. `null`: `rank`.
     """
+    path: str | None = None
+    """Directory of an adapter that PEFT has saved, to start from; `rank` and `alpha` must be its
+    own. `null`: new factors, which change nothing before the first update."""
 
 
 class StudentConfig(ModelConfig):

@@ -15,6 +15,7 @@ from stable_opd_mcore.config.data import DataConfig, RewardConfig, TrainSource
 from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.config.evaluation_settings import EvaluationConfig, MonitoringConfig
 from stable_opd_mcore.config.guard_settings import GuardConfig
+from stable_opd_mcore.config.lora_rules import lora_refusal
 from stable_opd_mcore.config.models import (
     ModelConfig,
     ReferenceConfig,
@@ -247,7 +248,7 @@ class Config(Section):
     def teacher_shares(self) -> Literal["student", "base", "reference"] | None:
         """The model whose weights in memory are the teacher's; None: it has its own, or none.
 
-        base: the student without its low-rank factors.
+        base: the student with the low-rank factors that it started with, or without any.
         """
         if self.teacher is None or not self.teacher.is_self:
             return None
@@ -260,9 +261,9 @@ class Config(Section):
 
     @property
     def reference_shares(self) -> Literal["base"] | None:
-        """The same of the reference's weights."""
-        same = self.fp8.reference == self.fp8.student
-        return "base" if self.student.lora and self._reference_is_start and same else None
+        """The same of the reference, whose factors differ with `reference.update: every`."""
+        own = self.reference.path is not None or self.fp8.reference != self.fp8.student
+        return "base" if self.student.lora and not own else None
 
     @property
     def _reference_is_start(self) -> bool:
@@ -381,18 +382,8 @@ class Config(Section):
             )
 
     def _require_lora_fits(self) -> None:
-        if self.student.lora is None:
-            return
-        follows = {"reference.update": self.reference.update}
-        if self.teacher is not None:
-            follows["teacher.weights"] = self.teacher.weights
-        for key, value in follows.items():
-            if value in ("every", "ema"):
-                rest = "never" if key == "reference.update" else "frozen"
-                raise ValueError(
-                    f"{key}={value} with student.lora: a model that follows the student's "
-                    f"low-rank factors is not implemented; set {key}={rest}, or student.lora=null"
-                )
+        if reason := lora_refusal(self):
+            raise ValueError(reason)
 
     def _require_guard_fits(self) -> None:
         if not self.guard.acts:

@@ -32,6 +32,7 @@ class RunDirectory:
         self.mlflow_id = self.path / "mlflow_id"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"  # the trained student in Hugging Face form
+        self.adapter = self.path / "adapter"  # with student.lora: its factors in PEFT's form
         self.summary = self.path / "summary.json"  # the last value of every metric
         self.report = self.path / "report.html"
         self.cold_start = self.path / "cold_start"  # a run directory of its own

@@ -159,9 +159,9 @@ class _Checkpoint:
         index, single = self._directory / _INDEX, self._directory / _SINGLE
         if (self._directory / "adapter_config.json").is_file():
             raise UserError(
-                f"{self._directory}: holds adapter_config.json; an adapter is not read, and the "
-                "weights without it are another model. Merge it into the weights, or move its "
-                "files away"
+                f"{self._directory}: holds adapter_config.json; an adapter is not read here, and "
+                "the weights without it are another model. Merge it into the weights, give it as "
+                "student.lora.path, or move its files away"
             )
         if index.is_file():
             try:

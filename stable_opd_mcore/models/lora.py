@@ -20,6 +20,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -37,8 +38,14 @@ from torch.nn import Module, Parameter, ParameterList
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import tensors
+from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, unwrap
-from stable_opd_mcore.models.weights import described_parameters
+from stable_opd_mcore.models.weights import (
+    Exchange,
+    architecture_of,
+    described_parameters,
+    shards_of,
+)
 
 Which = Literal["A", "B"]
 _CUT_BY_ROWS, _CUT_BY_COLUMNS = ("qkv", "gate_up"), ("columns",)
@@ -232,9 +239,16 @@ def fill_factors(
             own.copy_(whole if cut is None or size == 1 else whole.chunk(size, dim=cut)[part])
 
 
-def sharded_factors(chunks: Sequence[Module]) -> dict[str, ShardedTensor]:
-    """The factors of this rank, as Megatron saves and loads them: by the HF names of matrices."""
+def sharded_factors(
+    chunks: Sequence[Module], values: Sequence[Tensor] = ()
+) -> dict[str, ShardedTensor]:
+    """The factors of this rank, as Megatron saves and loads them: by the HF names of matrices.
+
+    Args:
+        values: saved in place of the present ones, as `values_of` has copied them.
+    """
     found: dict[str, ShardedTensor] = {}
+    saved = iter(values)
     groups = unwrap(chunks[0]).pg_collection
     for factors in factors_of(chunks):
         is_expert = factors.entry.is_expert
@@ -245,7 +259,7 @@ def sharded_factors(chunks: Sequence[Module]) -> dict[str, ShardedTensor]:
             offsets = [] if cut is None or size == 1 else [(cut, part, size)]
             found[key] = ShardedTensor.from_rank_offsets(
                 key,
-                own,
+                next(saved) if values else own,
                 *offsets,
                 replica_id=(0, 0 if offsets or is_expert else part, copies.rank()),
             )
@@ -260,6 +274,43 @@ def set_factors(chunks: Sequence[Module], loaded: dict[str, Tensor]) -> None:
             own.copy_(loaded[f"factors.{name}.{which}"])
 
 
+def iter_factors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """HF name of each matrix and its whole A and B, on this rank's device, in the order of the
+    forward pass. Collective as `iter_hf_tensors`, and equal on all ranks.
+    """
+    local = {factors.entry.hf_names: factors for factors in factors_of(chunks)}
+    architecture, form = architecture_of(chunks), form_of(chunks)
+    exchange = Exchange(chunks, list(local))
+
+    def whole(entry: tensors.Parameter) -> list[Tensor]:
+        factors = local[entry.hf_names]
+        found: list[Tensor] = []
+        for _, which, own in factors.pairs():
+            cut = factors.cut_of(which)
+            shards = [own.detach()] if cut is None else shards_of(own.detach(), factors.group)
+            found.append(torch.cat(shards, dim=cut or 0))
+        return found
+
+    for entry in tensors.canonical_parameters(architecture):
+        if not exchange.knows(entry):
+            continue
+        rank = int(form["expert_rank" if entry.is_expert else "rank"])
+        shapes = [tensors.hf_shape(name, architecture) for name in entry.hf_names]
+        both = [shape for out, inp in shapes for shape in ((rank, inp), (out, rank))]
+        found = list(exchange.everywhere(entry, partial(whole, entry), both))
+        yield from zip(entry.hf_names, found[::2], found[1::2], strict=True)
+
+
+def adapted_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
+    """HF name and shape [O, I] of every matrix that has factors."""
+    return {
+        name: cast(tuple[int, int], tensors.hf_shape(name, architecture))
+        for entry in tensors.canonical_parameters(architecture)
+        for name in entry.hf_names
+        if entry.layout in _ADAPTED and name.endswith(".weight")
+    }
+
+
 def form_of(chunks: Sequence[Module]) -> dict[str, float]:
     """Rank and alpha of the factors; empty where all weights are trained."""
     found: dict[str, float] = {}
@@ -272,6 +323,25 @@ def form_of(chunks: Sequence[Module]) -> dict[str, float]:
 def factors_of(chunks: Sequence[Module]) -> list[Factors]:
     """The factors of this rank's chunks; none where all weights are trained."""
     return [cast(Factors, each) for chunk in chunks for each in unwrap(chunk).factors]
+
+
+def values_of(chunks: Sequence[Module]) -> list[Tensor]:
+    """A copy of this rank's factors."""
+    return [own.detach().clone() for each in factors_of(chunks) for _, _, own in each.pairs()]
+
+
+@contextmanager
+def factors_as(chunks: Sequence[Module], values: Sequence[Tensor]) -> Iterator[None]:
+    """Compute with these factors, as `values_of` has copied them, inside the block."""
+    every = [own for factors in factors_of(chunks) for _, _, own in factors.pairs()]
+    trained = [own.data for own in every]
+    for own, value in zip(every, values, strict=True):
+        own.data = value
+    try:
+        yield
+    finally:
+        for own, value in zip(every, trained, strict=True):
+            own.data = value
 
 
 @contextmanager

@@ -204,6 +204,10 @@ class Exchange:
         self._expert_ranks = _expert_ranks(held, self._groups.ep)
         self._stages = _owners(list(self._expert_ranks), self._groups.pp)
 
+    def knows(self, entry: Parameter) -> bool:
+        """Whether some rank holds the entry."""
+        return entry.hf_names in self._stages
+
     @torch.no_grad()
     def everywhere(
         self,

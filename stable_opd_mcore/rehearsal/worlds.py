@@ -8,7 +8,9 @@ here: one rank (rank.py), Transformer Engine's own layers (te_layers.py).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from stable_opd_mcore.config.models import StudentConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture, read_fields
@@ -180,7 +182,10 @@ def with_few_layers(run: PlannedRun, layers: int | None) -> tuple[PlannedRun, in
         if of_chunk and size.architecture.num_layers > of_chunk * chunks:
             fields["num_hidden_layers"] = of_chunk * chunks
             cut = of_chunk * layout.virtual
-        changes[name] = model.model_copy(update={"path": None, "architecture": fields})
+        update: dict[str, Any] = {"path": None, "architecture": fields}
+        if isinstance(model, StudentConfig) and model.lora:  # its adapter has all layers
+            update["lora"] = model.lora.model_copy(update={"path": None})
+        changes[name] = model.model_copy(update=update)
     config = run.config.model_copy(update=changes)
     return replace(run, config=config, models=read_models(config)), cut
 

@@ -6,13 +6,21 @@ In bf16 where all weights are, else in fp32, which also holds fp16 exactly.
 from functools import partial
 from pathlib import Path
 
+from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import require_new_directory
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import copy_tokenizer, export_hf, load_hf, stored_dtypes
+from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights, save_weights
+from stable_opd_mcore.models.peft_directory import (
+    base_of,
+    is_adapter,
+    load_adapter,
+    read_config,
+)
 from stable_opd_mcore.parallel.world import start_world, stop_world
 
 
@@ -20,6 +28,8 @@ def convert(
     source: Path, target: Path, tensor: int = 1, pipeline: int = 1, tokenizer: Path | None = None
 ) -> str:
     """Write `source` in the other form to the new directory `target`; return what was done.
+
+    An adapter that PEFT has saved becomes the merged model, in Hugging Face's form.
 
     Args:
         tokenizer: holds the tokenizer and the generation settings; None: `source`.
@@ -33,6 +43,9 @@ def convert(
         raise UserError(
             f"{source}: not a directory; give that of a model, with config.json, or of a checkpoint"
         )
+    adapter = source if is_adapter(source) else None
+    if adapter is not None:
+        source = base_of(adapter)
     holder = tokenizer or source
     if not (holder / "tokenizer.json").is_file():
         raise UserError(
@@ -49,10 +62,18 @@ def convert(
     save_tokenizer = partial(copy_tokenizer, holder)
     if is_megatron(source):
         load_weights(chunks, source)
+    else:
+        load_hf(chunks, source)
+    if adapter is not None:
+        rank, alpha = read_config(adapter)
+        adapt(chunks, rank=rank, alpha=alpha)
+        load_adapter(chunks, adapter, LoraConfig(rank=rank, alpha=alpha))
+        export_hf(chunks, target, save_tokenizer=save_tokenizer)
+        done = f"{adapter} merged into {source}, in {precision}"
+    elif is_megatron(source):
         export_hf(chunks, target, save_tokenizer=save_tokenizer)
         done = f"Megatron to Hugging Face, in {precision}"
     else:
-        load_hf(chunks, source)
         save_weights(chunks, target, save_tokenizer)
         rounded = ", fp64 weights rounded to fp32" if "F64" in dtypes else ""
         done = f"Hugging Face to Megatron, in {precision}{rounded}"

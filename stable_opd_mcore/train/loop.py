@@ -19,6 +19,7 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import DONE, REQUEUE, RunDirectory
 from stable_opd_mcore.models.huggingface import export_hf
+from stable_opd_mcore.models.peft_directory import export_adapter
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import Sinks, read_metrics
 from stable_opd_mcore.parallel.world import World, stop_world
@@ -189,6 +190,8 @@ def _train_phase(config: Config, session: Session) -> None:
         mark_trained(model, config.run.name, max(state.step, config.train.steps))
 
     export_hf(run.student.chunks, files.model, save_tokenizer=save_with_model)
+    if config.student.lora is not None:
+        export_adapter(run.student.chunks, files.adapter, config.student.path)
     if is_first_rank:
         _report(files)
     terminal.say(f"finished: {files.model} is the model, {files.report} the report")

@@ -6,6 +6,9 @@ its own average (§1). The weights are part of the run's checkpoints.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from stable_opd_mcore.config.models import ReferenceConfig
 from stable_opd_mcore.config.schema import Config
@@ -13,8 +16,14 @@ from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.models.gpt import Precision, build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.huggingface import load_hf
-from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights
-from stable_opd_mcore.models.weights import architecture_of, copy_weights
+from stable_opd_mcore.models.lora import factors_as, set_factors, sharded_factors, values_of
+from stable_opd_mcore.models.megatron_checkpoint import (
+    is_megatron,
+    load_weights,
+    set_weights,
+    weights_of,
+)
+from stable_opd_mcore.models.weights import architecture_of, copy_weights, refuse_non_finite
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.train import phases
@@ -43,10 +52,46 @@ class MovingWeights:
         copy_weights(self.student, self.kept, decay)
         self.restore()
 
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return weights_of(self.kept)
+
+    def load(self, loaded: dict[str, Any], origin: str) -> None:
+        """Take what was loaded for `saved`; a UserError names `origin` if it is not finite."""
+        set_weights(self.kept, loaded)
+        refuse_non_finite(self.kept, origin)
+        self.restore()
+
     def restore(self) -> None:
         """Score with the kept weights from now on."""
         if self.kept is not self.chunks:
             copy_weights(self.kept, self.chunks)
+
+
+@dataclass(frozen=True)
+class MovingFactors:
+    """A reference that is the student with the low-rank factors of an earlier step."""
+
+    every: int
+    student: Sequence[HiddenStatesGPTModel]
+    values: Sequence[Tensor]  # of this rank's factors
+
+    def follow(self, step: int, _memory: DeviceMemory) -> None:
+        """See `MovingWeights`; the other methods too."""
+        if step % self.every == 0:
+            for value, own in zip(self.values, values_of(self.student), strict=True):
+                value.copy_(own)
+
+    def saved(self) -> dict[str, Any]:
+        return sharded_factors(self.student, self.values)
+
+    def load(self, loaded: dict[str, Any], origin: str) -> None:
+        with factors_as(self.student, self.values):
+            set_factors(self.student, loaded)
+            refuse_non_finite(self.student, origin)
+
+
+Moving = MovingWeights | MovingFactors
 
 
 def frozen_student(

@@ -17,7 +17,7 @@ from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.serving.idle_clock import IdleClock
 from stable_opd_mcore.serving.teacher import ServedTeacher
-from stable_opd_mcore.train.reference import MovingWeights
+from stable_opd_mcore.train.reference import Moving
 from stable_opd_mcore.train.samples.overlap import OverlapPair
 from stable_opd_mcore.train.student import Student
 
@@ -36,7 +36,7 @@ class Run:
     teacher: Scorer | None
     served_teacher: ServedTeacher | None  # whose scores `teacher` reads; None: it is in the trainer
     reference: Scorer | None
-    moving: Mapping[str, MovingWeights]  # "reference", "teacher": those that follow the student
+    moving: Mapping[str, Moving]  # "reference", "teacher": those that follow the student
     behaviour: Scorer | None  # scores with the student's weights from before the step's updates
     overlap: OverlapPair | None  # student and teacher, scored for the overlap/* and stop/* metrics
     memory: DeviceMemory  # which of all these are on the device

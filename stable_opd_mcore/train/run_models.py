@@ -6,10 +6,12 @@ Which models share weights is decided here.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from stable_opd_mcore.config.models import ReferenceConfig
+from stable_opd_mcore.config.models import LoraConfig, ReferenceConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig, TeacherConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.data.sources import source_name
@@ -18,7 +20,8 @@ from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.output_head import Head, align_head
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
-from stable_opd_mcore.models.lora import adapt, base_only
+from stable_opd_mcore.models.lora import adapt, base_only, factors_as, values_of
+from stable_opd_mcore.models.peft_directory import load_adapter
 from stable_opd_mcore.models.weights import random_weights
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, Sample
@@ -29,7 +32,7 @@ from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
 from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.scoring.served import ServedScorer
 from stable_opd_mcore.serving.teacher import ServedTeacher
-from stable_opd_mcore.train.reference import MovingWeights, frozen_student, read_weights
+from stable_opd_mcore.train.reference import Moving, MovingFactors, frozen_student, read_weights
 from stable_opd_mcore.train.samples.overlap import TOP_K, OverlapModel, OverlapPair, overlap_is_due
 from stable_opd_mcore.train.samples.sharing import pack_micro_batches
 from stable_opd_mcore.train.student import Student
@@ -80,14 +83,13 @@ class RunModels:
         self.config, self.world, self.objective = config, world, objective
         self.vocab_size, self.progress = vocab_size, progress
         self.frozen: list[HiddenStatesGPTModel] = []  # chunks of teacher and reference
-        self.moving: dict[str, MovingWeights] = {}
+        self.moving: dict[str, Moving] = {}
         fp8 = config.fp8.of("student")
         self.student = load_model(
             config, world, config.student, vocab_size, fp8=fp8, trainable=True
         )
-        if lora := config.student.lora:
-            sizes = {"rank": lora.rank, "alpha": lora.alpha, "expert_rank": lora.expert_rank}
-            adapt(self.student, **sizes, seed=config.train.seed)
+        if config.student.lora:
+            self._adapt(config.student.lora)
         self.head = output_head(self.student, vocab_size)
         self._megatron_scorer = partial(
             MegatronScorer,
@@ -96,6 +98,16 @@ class RunModels:
             temperature=objective.temperature,
         )
         self._served_scorer = partial(ServedScorer, world.is_last_stage, vocab_size=vocab_size)
+
+    def _adapt(self, lora: LoraConfig) -> None:
+        """Give the student's matrices their low-rank factors."""
+        sizes = {"rank": lora.rank, "alpha": lora.alpha, "expert_rank": lora.expert_rank}
+        adapt(self.student, **sizes, seed=self.config.train.seed)
+        as_at_start = partial(base_only, self.student)
+        if lora.path is not None:
+            load_adapter(self.student, Path(lora.path), lora)
+            as_at_start = partial(factors_as, self.student, values_of(self.student))
+        self._around_start = lambda _: as_at_start()
 
     def teacher(self) -> Scorer | None:
         """The teacher as the objective needs it, None where it needs none."""
@@ -162,17 +174,26 @@ class RunModels:
             return None
         hidden_only = needs == "hidden"
         if self.config.reference_shares == "base":
-            return self._base_scorer(hidden_only=hidden_only)
+            return self._base_scorer(hidden_only=hidden_only, **self._around_reference())
         return self._megatron_scorer(self._reference_chunks, hidden_only=hidden_only)
+
+    def _around_reference(self) -> dict[str, Any]:
+        """With `reference.update: every`, the factors that the reference has now."""
+        settings = self.config.reference
+        if settings.update == "never":
+            return {}
+        values = values_of(self.student)
+        self.moving["reference"] = MovingFactors(settings.every, self.student, values)
+        return {"around": lambda _: factors_as(self.student, values)}
 
     @property
     def _base_scorer(self) -> Callable[..., MegatronScorer]:
-        """Builds scorers on the student without its low-rank factors."""
+        """Builds scorers on the student with the low-rank factors that it started with."""
         return partial(
             self._megatron_scorer,
             self.student,
             head=self.head,
-            around=lambda _: base_only(self.student),
+            around=self._around_start,
         )
 
     @cached_property

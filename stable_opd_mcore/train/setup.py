@@ -130,11 +130,14 @@ def rewards_of(config: Config) -> Rewards:
 
 
 def models_text(config: Config) -> str:
-    """The models that a run loads, from where, and what computes their FP8."""
+    """The models that a run loads, from where, what is trained, and what computes their FP8."""
     named: dict[str, ModelConfig | None] = {"student": config.student, "teacher": config.teacher}
     found = [
         f"{name} {'(random weights)' if model.path is None else model.path}"
         for name, model in named.items()
         if model is not None
     ]
+    if lora := config.student.lora:
+        start = "" if lora.path is None else f" from {lora.path}"
+        found[0] += f" with low-rank factors of rank {lora.rank}{start}"
     return ", ".join(found) + (f"; {fp8_engine()}" if config.fp8.is_on else "")

@@ -46,6 +46,16 @@ CASES = {  # check, sections -> severity and the two values
         {"student": {"lora": {}}, "optimizer": {"lr": 1e-6}},
         ("warning", "1e-06", "3e-05 or more, ten times the rate of a full training"),
     ),
+    "factors that are rounded as they are published": (
+        sampling.rounded_factors,
+        {
+            "student": {"lora": {"rank": 8}},
+            "rollout": {"engine": "sglang"},
+            "train": {"precision": "bf16"},
+            "fault": {"watchdog_minutes": None},
+        },
+        ("note", "rank 8", "bf16"),
+    ),
     "groups of several weights": (
         sampling.mixed_groups,
         {

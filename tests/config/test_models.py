@@ -31,7 +31,15 @@ from tests.config.cases import run_of
         ),
         (
             "student.path=a student.lora.rank=4 reference.update=ema kl.beta=0.1",
-            r"reference\.update=ema with student\.lora: .* set reference\.update=never",
+            r"reference\.update=ema with student\.lora: .* set reference\.update=every",
+        ),
+        (
+            "student.path=a student.lora.rank=4 reference.update=every kl.beta=1 reference.path=b",
+            r"reference\.update=every with student\.lora, reference\.path=b and",
+        ),
+        (
+            "student.path=a student.lora.path=b kl.beta=1 fp8.reference=tensorwise",
+            r"fp8\.reference=tensorwise with student\.lora\.path .* set fp8\.reference=null",
         ),
         (
             "student.path=a student.lora.rank=4 teacher.path=self teacher.weights=ema",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
+from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import lora, tensors
 from stable_opd_mcore.models.families import FAMILIES, Architecture
@@ -145,9 +146,10 @@ def test_base_and_merged_tensors(model_type, world: World) -> None:
     assert not torch.equal(forward_hidden(low[0], batch), forward_hidden(base[0], batch))
 
 
-def test_new_factors_change_nothing_and_are_drawn_as_peft_draws_them(world: World) -> None:
-    architecture, batch = tiny.architecture("qwen3"), tiny.microbatch([24, 9])
-    base, low = (build_model(architecture, world, seed=1) for _ in range(2))
+@pytest.mark.parametrize("fp8", [None, Fp8("student", "tensorwise")])
+def test_new_factors_change_nothing_and_are_drawn_as_peft_draws_them(fp8, world: World) -> None:
+    architecture, batch = tiny.architecture("qwen3"), tiny.microbatch([24, 8])
+    base, low = (build_model(architecture, world, seed=1, fp8=fp8) for _ in range(2))
     adapt(low, rank=16, alpha=32)
     assert torch.equal(forward_hidden(low[0], batch), forward_hidden(base[0], batch))
     for factors in factors_of(low):

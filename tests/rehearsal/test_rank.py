@@ -25,8 +25,10 @@ LAYOUTS = [  # student, settings of the layout, rank of 8, its stage
     ("dense", ["parallel.pipeline=2", "parallel.virtual_pipeline=2", *SELF], 0, 0),
     ("dense", ["parallel.pipeline=2", "sampling.temperature=0.9", "train.minibatches=2"], 7, 1),
     ("dense", [*CUT, *SELF, "teacher.weights=ema"], 0, 0),
+    ("dense", [*CUT, *SELF, "student.lora.rank=4", "train.recompute=full"], 0, 0),
     ("experts", ["parallel.expert=4", "parallel.tensor=2", "parallel.sequence=true"], 0, 0),
     ("experts", ["parallel.expert=2", "parallel.pipeline=2", "train.recompute=full"], 4, 1),
+    ("experts", ["parallel.expert=2", "parallel.pipeline=2", "student.lora.rank=4"], 0, 0),
 ]
 
 

@@ -32,12 +32,18 @@ def rehearse(name: str, cluster: Cluster, *overrides: str, stage: int = 0) -> St
 # The first of four stages holds two micro-batches of three rollouts and one golden solution.
 GOLDEN_IN_FLIGHT = ("parallel.pipeline=4", "parallel.tensor=2", "rollout.prompts_per_step=2")
 GOLDEN_IN_FLIGHT += ("rollout.samples_per_prompt=4", "train.micro_batch_tokens=25344")
+LORA = ("student.lora.rank=32", "student.lora.path=absent")
 NOT_TENSORS_HERE = ("weight sync buckets", "colocated server")
 
 
 @pytest.mark.parametrize(
     ("overrides", "stage", "most"),
-    [((), 0, 1.02), (("parallel.pipeline=2",), 1, 1.02), (GOLDEN_IN_FLIGHT, 0, 1.2)],
+    [
+        ((), 0, 1.02),
+        (("parallel.pipeline=2",), 1, 1.02),
+        (GOLDEN_IN_FLIGHT, 0, 1.2),
+        (LORA, 0, 1.1),
+    ],
 )
 def test_the_plan_has_the_memory_of_the_fake_world(tmp_path, monkeypatch, overrides, stage, most):
     """Torch's layers hold more than the plan's for a moment, and save the same for a recompute."""

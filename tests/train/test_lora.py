@@ -16,6 +16,7 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.megatron_checkpoint import load_weights
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.train.convert import convert
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.setup import build_run
 from tests.models import tiny
@@ -54,18 +55,22 @@ def config_of(directory: Path, name: str, steps: int, **sections: Any) -> Config
     return tiny_config(directory, name, **sections)
 
 
+MOVING_LAYOUTS = {name: DENSE_LAYOUTS[name] for name in ("tp2_pp2", "tp2_sp_cp2", "dp4")}
+MOVING: dict[str, Any] = {"reference": {"update": "every", "every": 2}}
 EXPERTS = {"student": {"architecture": MIXTURE, "lora": LORA}}  # two layers
 
 
 def on_one_rank(rank: int, world_size: int, directory: str) -> None:
     path = Path(directory)
     train(config_of(path, "dense", len(DENSE_LAYOUTS)), show_progress=False)
+    train(config_of(path, "moving", 3, **MOVING), show_progress=False)
     train(config_of(path, "experts", len(EXPERT_LAYOUTS), **EXPERTS), show_progress=False)
 
 
 def on_every_layout(rank: int, world_size: int, directory: str) -> None:
     for name, layouts, sections in (
         ("dense", DENSE_LAYOUTS, {}),
+        ("moving", MOVING_LAYOUTS, MOVING),
         ("experts", EXPERT_LAYOUTS, EXPERTS),
     ):
         for steps, parallel in enumerate(layouts.values(), start=1):
@@ -81,7 +86,7 @@ def runs(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", ["dense", "experts"])
+@pytest.mark.parametrize("name", ["dense", "experts", "moving"])
 def test_every_layout_gives_the_numbers_of_one_rank(runs, name):
     expected, found = metrics_of(runs / name), metrics_of(runs / f"{name}_resumed")
     assert len(found) == len(expected) > 2
@@ -96,6 +101,59 @@ def test_every_layout_gives_the_numbers_of_one_rank(runs, name):
     assert own.keys() == other.keys()
     for key, tensor in own.items():
         torch.testing.assert_close(other[key], tensor, rtol=1e-3, atol=1e-4)
+
+
+def from_the_trained_model(rank: int, world_size: int, directory: str) -> None:
+    """Merged, and as an adapter with its base."""
+    path, opts = Path(directory), {"kl": {"beta": 1.0, "estimator": "exact"}}
+    merged = {"path": f"{path}/dense/model", "architecture": None, "lora": LORA}
+    adapter = {
+        "architecture": tiny_architecture(16, 4),
+        "lora": {"rank": 4, "alpha": 8.0, "path": f"{path}/dense/adapter"},
+    }
+    train(config_of(path, "from_merged", 2, student=merged, **opts), show_progress=False)
+    train(config_of(path, "from_adapter", 2, student=adapter, **opts), show_progress=False)
+    convert(path / "from_merged" / "adapter", path / "converted")
+    with pytest.raises(UserError, match=r"base_model_name_or_path=None is not a model directory"):
+        convert(path / "from_adapter" / "adapter", path / "unknown_base")
+
+
+def test_a_run_from_an_adapter_starts_as_the_trained_model(runs):
+    run_ranks(1, from_the_trained_model, str(runs))
+    merged, adapter = metrics_of(runs / "from_merged"), metrics_of(runs / "from_adapter")
+    for key in ("loss/total", "loss/pg", "logprob/student", "logprob/teacher"):
+        assert adapter[0][key] == pytest.approx(merged[0][key], rel=1e-3), key
+    # to the adapter that it started with
+    assert abs(adapter[0]["loss/kl"]) < 1e-6 < adapter[1]["loss/kl"]
+    converted = load_file(runs / "converted" / "model.safetensors")
+    exported = load_file(runs / "from_merged" / "model" / "model.safetensors")
+    assert converted.keys() == exported.keys()
+    assert all(torch.equal(tensor, converted[key]) for key, tensor in exported.items())
+
+
+def in_bf16(rank: int, world_size: int, directory: str) -> None:
+    options: Any = {"train": {"precision": "bf16"}}
+    train(config_of(Path(directory), "bf16", 3, **options), show_progress=False)
+    for steps in (1, 3):
+        train(config_of(Path(directory), "bf16_resumed", steps, **options), show_progress=False)
+
+
+def test_a_resume_in_bf16_is_exact(runs):
+    run_ranks(2, in_bf16, str(runs))
+    rows = metrics_of(runs / "bf16")
+    assert metrics_of(runs / "bf16_resumed") == rows
+    assert rows[0]["loss/total"] != rows[2]["loss/total"]
+    pairs = [
+        load_file(runs / name / "adapter" / "adapter_model.safetensors")
+        for name in ("bf16", "bf16_resumed")
+    ]
+    assert all(torch.equal(tensor, pairs[1][key]) for key, tensor in pairs[0].items())
+
+
+def test_a_reference_that_follows_takes_the_factors(runs):
+    fixed, moving = metrics_of(runs / "dense"), metrics_of(runs / "moving")
+    assert moving[1]["loss/kl"] == fixed[1]["loss/kl"]
+    assert abs(moving[2]["loss/kl"]) < 1e-6 < fixed[2]["loss/kl"]  # the student after step 2
 
 
 def test_only_the_matrices_of_layers_differ_in_the_trained_model(runs):

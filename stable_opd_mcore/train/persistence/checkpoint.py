@@ -44,11 +44,11 @@ from stable_opd_mcore.parallel.world import broadcast_object
 from stable_opd_mcore.train.oversight.signals import shielded
 from stable_opd_mcore.train.persistence.optimizer_state import set_state, sharded_state
 from stable_opd_mcore.train.persistence.state import TrainState, without_exchanged_prompts
-from stable_opd_mcore.train.reference import MovingWeights
+from stable_opd_mcore.train.reference import Moving
 from stable_opd_mcore.train.student import Student
 
 STATE_FILE = "state.json"
-_NONE: Mapping[str, MovingWeights] = {}
+_NONE: Mapping[str, Moving] = {}
 logger = logging.getLogger(__name__)
 
 
@@ -82,7 +82,7 @@ class CheckpointSaver:
         directory: Path,
         student: Student,
         keep: int,
-        moving: Mapping[str, MovingWeights] = _NONE,
+        moving: Mapping[str, Moving] = _NONE,
         save_tokenizer: Callable[[Path], object] = lambda _: None,
     ):
         self._directory = directory
@@ -186,7 +186,7 @@ def newest_checkpoint(directory: Path) -> Path | None:
 
 
 def load_checkpoint(
-    path: Path, student: Student, moving: Mapping[str, MovingWeights] = _NONE
+    path: Path, student: Student, moving: Mapping[str, Moving] = _NONE
 ) -> TrainState:
     """Restore weights, optimizer and RNG of this rank in place.
 
@@ -212,9 +212,7 @@ def load_checkpoint(
     wanted_state = _state_dict(student, moving, loading=True)
     loaded: Any = dist_checkpointing.load(wanted_state, str(path))
     for name, model in moving.items():
-        set_weights(model.kept, loaded.pop(name))
-        refuse_non_finite(model.kept, f"{path}: the {name}")
-        model.restore()
+        model.load(loaded.pop(name), f"{path}: the {name}")
     if record.factors:
         set_factors(student.chunks, loaded["factors"])
     else:
@@ -249,16 +247,14 @@ def _refuse_other_factors(path: Path, record: Record, student: Student) -> None:
         )
 
 
-def _state_dict(
-    student: Student, moving: Mapping[str, MovingWeights], loading: bool
-) -> dict[str, Any]:
+def _state_dict(student: Student, moving: Mapping[str, Moving], loading: bool) -> dict[str, Any]:
     has_factors = bool(factors_of(student.chunks))
     tree: dict[str, Any] = (
         {"factors": sharded_factors(student.chunks)} if has_factors else weights_of(student.chunks)
     )
     tree["optimizer"] = sharded_state(student.optimizer, tree, loading=loading)
     for name, model in moving.items():
-        kept = weights_of(model.kept)
+        kept = model.saved()
         add_prefix_for_sharding(kept, f"{name}.")
         tree[name] = kept
     return tree

@@ -1,0 +1,199 @@
+"""Low-rank factors in PEFT's form: adapter_config.json and adapter_model.safetensors.
+
+PEFT loads what is written. What is read must have one rank and alpha for all matrices, and a pair
+for each matrix that has factors here (lora.py); variants of LoRA are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn import Module
+
+from stable_opd_mcore.config.models import LoraConfig
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.atomic_files import atomic_directory, describe_space
+from stable_opd_mcore.host.json_files import read_json_object
+from stable_opd_mcore.host.tensor_files import save_tensors
+from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.lora import Which, adapted_shapes, fill_factors, form_of, iter_factors
+from stable_opd_mcore.models.weights import architecture_of, refuse_non_finite
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# Settings of PEFT's LoraConfig that make another model of the same factors -> the only values read
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "fan_in_fan_out": (False,),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "target_parameters": (None, []),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layer_replication": (None,),
+    "megatron_config": (None,),
+    "trainable_token_indices": (None,),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base
+}
+
+
+def export_adapter(chunks: Sequence[Module], directory: Path, base: str | None) -> None:
+    """Write the factors of all ranks. Collective; rank 0 writes.
+
+    Args:
+        base: the directory of the frozen weights; None: they were random.
+
+    Raises:
+        UserError: a factor is not finite, or the directory cannot be written.
+    """
+    refuse_non_finite(chunks, f"{directory} is not written")
+    form = form_of(chunks)
+    rank = int(max(form["rank"], form.get("expert_rank", 0)))
+    kept: dict[str, Tensor] = {}
+    for name, a_RI, b_OR in iter_factors(chunks):
+        if dist.get_rank() == 0:
+            own_rank = a_RI.shape[0]
+            # All have one rank in the file: rows of zeros, and the scale of fewer rows in B.
+            padded_a_RI = a_RI.new_zeros(rank, a_RI.shape[1], device="cpu")
+            padded_a_RI[:own_rank] = a_RI
+            padded_b_OR = b_OR.new_zeros(b_OR.shape[0], rank, device="cpu")
+            padded_b_OR[:, :own_rank] = b_OR if own_rank == rank else b_OR * (rank / own_rank)
+            kept[_tensor_name(name, "A")], kept[_tensor_name(name, "B")] = padded_a_RI, padded_b_OR
+    if dist.get_rank() == 0:
+        try:
+            with atomic_directory(directory) as partial:
+                save_tensors(kept, partial / WEIGHTS)
+                text = json.dumps(_config(kept, rank, form["alpha"], base), indent=2) + "\n"
+                (partial / CONFIG).write_text(text, encoding="utf-8")
+        except (OSError, SafetensorError) as error:
+            space = describe_space(directory, sum(tensor.nbytes for tensor in kept.values()))
+            raise UserError(
+                f"{directory}: cannot be written: {error}; {space}; make room there"
+            ) from error
+    dist.barrier()
+
+
+def _tensor_name(name: str, which: Which) -> str:
+    return f"{_PREFIX}{name.removesuffix('.weight')}.lora_{which}.weight"
+
+
+def _config(
+    kept: Mapping[str, Tensor], rank: int, alpha: float, base: str | None
+) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "target_modules": sorted({name.split(".")[-3] for name in kept}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether it holds an adapter without a model."""
+    return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
+def base_of(directory: Path) -> Path:
+    """The model that the adapter belongs to.
+
+    Raises:
+        UserError: its configuration names no directory that exists.
+    """
+    base = read_json_object(directory / CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str) or not (Path(base) / "config.json").is_file():
+        raise UserError(
+            f"{directory / CONFIG}: base_model_name_or_path={base!r} is not a model directory "
+            "here; set it to that of the model on which the adapter was trained"
+        )
+    return Path(base)
+
+
+def read_config(directory: Path) -> tuple[int, float]:
+    """Rank and alpha of a PEFT directory.
+
+    Raises:
+        UserError: no such file, or a variant of LoRA that is not read.
+    """
+    file = directory / CONFIG
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; give a directory that PEFT has saved")
+    fields = read_json_object(file)
+    for key, values in _PLAIN.items():
+        if key in fields and fields[key] not in values:
+            raise UserError(
+                f"{file}: {key}={fields[key]!r} is not supported; expected {values[0]!r}: merge "
+                "this adapter into its model with PEFT, and give the merged model as student.path"
+            )
+    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or min(rank, alpha) <= 0:
+        raise UserError(f"{file}: r={rank!r} and lora_alpha={alpha!r} should be positive numbers")
+    return rank, float(alpha)
+
+
+def check_adapter(
+    directory: Path, architecture: Architecture, lora: LoraConfig
+) -> dict[str, tuple[int, ...]]:
+    """Check the settings, and the names and shapes of all tensors, which are returned.
+
+    Raises:
+        UserError: as `read_config`; another rank or alpha than `lora` has; a tensor is missing,
+            misshapen or without a place.
+    """
+    rank, alpha = read_config(directory)
+    file = directory / WEIGHTS
+    own = {"rank": lora.rank, "alpha": lora.alpha, "expert_rank": lora.expert_rank or rank}
+    for key, found in (("rank", rank), ("alpha", alpha), ("expert_rank", rank)):
+        if own[key] != found:
+            raise UserError(
+                f"student.lora.{key}={own[key]:g}, but the adapter in {directory} has {found:g}; "
+                f"set student.lora.{key}={found:g}"
+            )
+    wanted = {
+        _tensor_name(name, which): (rank, inputs) if which == "A" else (outputs, rank)
+        for name, (outputs, inputs) in adapted_shapes(architecture).items()
+        for which in get_args(Which)
+    }
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            names: list[str] = tensors.keys()
+            found = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: not readable: {error}; copy or download it again") from error
+    for name in sorted(wanted.keys() | found.keys()):
+        if found.get(name) != wanted.get(name):
+            raise UserError(
+                f"{file}: tensor {name} has shape {found.get(name, 'absent')}, expected "
+                f"{wanted.get(name, 'absent')}; give an adapter of all matrices of this model's "
+                "layers and no others, with a pair for each of an expert's"
+            )
+    return found
+
+
+def load_adapter(chunks: Sequence[Module], directory: Path, lora: LoraConfig) -> None:
+    """Fill this rank's factors from a PEFT directory. Collective.
+
+    Raises:
+        UserError: as `check_adapter`, or a value is not finite.
+    """
+    check_adapter(directory, architecture_of(chunks), lora)
+    with safe_open(directory / WEIGHTS, framework="pt") as tensors:
+        fill_factors(chunks, lambda name, which, _: tensors.get_tensor(_tensor_name(name, which)))
+    refuse_non_finite(chunks, str(directory / WEIGHTS))
