@@ -37,6 +37,11 @@ class EnvironmentConfig(Section):
     """Longest observation; the middle of a longer one is left out. `null`: whatever fits in the
     window."""
 
+    @property
+    def longest(self) -> int:
+        """Turns of the longest episode in any step."""
+        return self.max_turns if self.function else 1
+
     def turns_at(self, step: int) -> int:
         """Most turns of an episode in the step that follows `step` finished ones."""
         return horizon_at(step, self.horizon_start, self.horizon_steps, self.max_turns)
@@ -45,6 +50,15 @@ class EnvironmentConfig(Section):
         """The function."""
         assert self.function is not None
         return read_user_function(self.function, ("row", "seed"))
+
+    def require_one_context(self, key: str) -> None:
+        """Raise a ValueError where a template may split the episodes that the setting `key` has."""
+        if self.history == "template":
+            raise ValueError(
+                f"environment.history=template with {key}: where the chat template rewrites "
+                f"earlier turns a new context begins, and {key} needs episodes of one; set "
+                f"environment.history=append, or drop {key}"
+            )
 
     @model_validator(mode="after")
     def _usable(self) -> Self:

@@ -199,7 +199,7 @@ class Config(Section):
     aggregation: Literal["sequence_mean", "token_mean", "constant"] = "sequence_mean"
     """Normaliser of the policy term. `sequence_mean`: mean over responses of the mean over their
     tokens. `token_mean`: mean over all tokens. `constant`: sum over tokens divided by the number of
-    responses times `sampling.max_new_tokens`."""
+    responses times the longest one. Here all turns of an episode are one response."""
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     normaliser: Literal["global", "per_source"] = "global"
@@ -223,6 +223,11 @@ class Config(Section):
     def environment_of(self, source: TrainSource) -> EnvironmentConfig:
         """The environment of a source's rows; without a function they have one turn."""
         return source.environment or self.environment
+
+    @property
+    def max_turns(self) -> int:
+        """Most turns of an episode of any source."""
+        return max(self.environment_of(source).longest for source in self.data.sources)
 
     def replaced(self, **sections: dict[str, Any]) -> Config:
         """This config with other values in these sections, which are taken as they are."""
@@ -349,6 +354,10 @@ class Config(Section):
             reward = source.reward if source.environment else source.reward or self.reward
             if environment.function is None:
                 continue
+            if self.objective.discount:
+                environment.require_one_context("objective.discount")
+            if self.teacher and self.teacher.prompt:
+                environment.require_one_context("teacher.prompt")
             if reward is not None and reward.function is not None:
                 raise ValueError(
                     f"reward.function={reward.function} with environment.function="

@@ -52,7 +52,8 @@ def update_once(
 
     run.student.zero_grad()
     outputs = run_forward_backward(run.student.model, micro_batches, forward_step, world=run.world)
-    row_metrics = token_metrics(outputs, micro_batches, run.config.sampling.max_new_tokens, groups)
+    longest, turns = run.config.sampling.max_new_tokens, run.config.max_turns
+    row_metrics = token_metrics(outputs, micro_batches, longest, groups, turns)
     pairs = list(zip(micro_batches, outputs, strict=True)) if outputs else []  # last stage only
     finite = [OnHost(finite_scores(*pair)) for pair in pairs]
     grad_norm = run.student.finish_grads()  # the host waits for the device here

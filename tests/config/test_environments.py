@@ -51,6 +51,14 @@ def files(tmp_path, monkeypatch):
             f"{FUNCTION} environment.timeout_seconds=60 fault.watchdog_minutes=2",
             "60: a step that hangs is tried twice, and after 2 minutes .*; set less than 60",
         ),
+        (
+            f"{FUNCTION} environment.history=template objective.discount=0.5",
+            "history=template with objective.discount: where the chat template rewrites earlier",
+        ),
+        (
+            f"{FUNCTION} environment.history=template teacher.prompt=own.jinja",
+            "teacher.prompt needs episodes of one; set environment.history=append, or drop teach",
+        ),
         (f"{FUNCTION} environment.timeout_seconds=1e5 fault.watchdog_minutes=null", "than 10800"),
         (
             f"{FUNCTION} reward.function=envs.py:reward",
@@ -82,6 +90,13 @@ def test_the_environment_of_a_source_stands_for_that_of_the_run():
         of_sources({"environment": section, "reward": reward})
     with pytest.raises(ConfigError, match="drop one of the two"):
         of_sources({"reward": reward}, environment=section)
+
+
+def test_the_longest_episode_is_that_of_any_source():
+    section = {"function": "envs.py:episode", "max_turns": 3}
+    assert of_sources({}, {}).max_turns == 1
+    assert of_sources({}, {}, environment=section).max_turns == 3
+    assert of_sources({}, {"environment": section | {"max_turns": 7}}).max_turns == 7
 
 
 def test_turns_grow_from_the_start_to_the_maximum():

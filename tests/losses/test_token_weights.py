@@ -52,6 +52,14 @@ def test_each_aggregation_has_its_denominator(aggregation, expected):
     assert found.pg_B.tolist() == [*expected, 0.0, 0.0, 0.0]
 
 
+def test_the_longest_episode_has_all_its_turns(tmp_path):
+    (tmp_path / "envs.py").write_text("def episode(row, seed):\n    yield\n")
+    environment = {"function": f"{tmp_path}/envs.py:episode", "max_turns": 4}
+    changes = {"sampling__max_new_tokens": 10, "environment": environment}
+    found = weights(aggregation="constant", **changes)
+    assert found.pg_B.tolist() == [1 / 80, 1 / 80, 0.0, 0.0, 0.0]
+
+
 def test_kl_is_a_mean_over_all_rollout_tokens_with_masked_ones():
     assert weights(kl__beta=0.9).kl_B.tolist() == pytest.approx([0.1, 0.1, 0.1, 0.0, 0.0])
     assert not weights().kl_B.any()

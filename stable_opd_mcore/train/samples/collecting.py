@@ -165,4 +165,4 @@ def measured(
     """`<area>/*` of this data-parallel rank's rollouts; one rank of each replica has them."""
     if dist.get_rank(run.world.model_group):
         return Metrics()
-    return rollout_metrics(rollouts, max_new_tokens, area)
+    return rollout_metrics(rollouts, max_new_tokens, area, run.config.max_turns)
