@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stable_opd_mcore.config.data import SourceConfig
+from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids
@@ -27,6 +28,7 @@ from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.models.families import Architecture, read_architecture, read_fields
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
+_OF_THE_RUN = ""  # Prompt.environment where the run's own settings hold, not a source's
 _log = logging.getLogger(__name__)
 
 
@@ -135,11 +137,18 @@ def load_sources(config: Config, required: Collection[str] = ()) -> list[Row]:
             raise UserError(
                 f"data.train: two sources are named {name}; give each a `name` of its own"
             )
-        functions = (source.reward or config.reward, config.environment_of(source))
+        environment = config.environment_of(source)
+        functions = (source.reward or config.reward, environment)
         with_columns = any(each.function is not None for each in functions)
         own = load_rows(source, with_columns=with_columns, required=required)
         ids = [f"{name}:{row.row_id.rpartition(':')[2]}" for row in own]
-        rows[name] = [replace(row, row_id=row_id) for row, row_id in zip(own, ids, strict=True)]
+        played_in = name if source.environment is not None else _OF_THE_RUN
+        if environment.function is None:
+            played_in = None
+        rows[name] = [
+            replace(row, row_id=row_id, environment=played_in)
+            for row, row_id in zip(own, ids, strict=True)
+        ]
     return [row for own in rows.values() for row in own]
 
 
@@ -184,9 +193,23 @@ def load_held_out(
     """The held-out prompts; None without `data.eval`."""
     if config.data.eval is None:
         return None
-    has_function = (config.reward.function or config.environment.function) is not None
-    rows = held_out_rows(config.data.eval, with_columns=has_function)
-    return held_out_prompts(rows, config, tokenizer, architecture)
+    return held_out_prompts(configured_held_out(config), config, tokenizer, architecture)
+
+
+def configured_held_out(config: Config) -> list[Row]:
+    """The rows of `data.eval`, which the run's environment plays if it has one."""
+    assert config.data.eval is not None
+    has_environment = config.environment.function is not None
+    with_columns = has_environment or config.reward.function is not None
+    rows = held_out_rows(config.data.eval, with_columns)
+    return [replace(row, environment=_OF_THE_RUN) for row in rows] if has_environment else rows
+
+
+def environments_of(config: Config) -> dict[str, EnvironmentConfig]:
+    """The environments of a run, by the name that its prompts have for them."""
+    named = {source_name(each): each.environment for each in config.data.sources}
+    given = {_OF_THE_RUN: config.environment, **named}
+    return {name: each for name, each in given.items() if each and each.function is not None}
 
 
 def held_out_rows(source: SourceConfig, with_columns: bool = False) -> list[Row]:

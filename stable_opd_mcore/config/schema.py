@@ -229,6 +229,11 @@ class Config(Section):
         """Most turns of an episode of any source."""
         return max(self.environment_of(source).longest for source in self.data.sources)
 
+    @property
+    def has_environment(self) -> bool:
+        """Whether some of the training prompts have episodes of several turns."""
+        return any(self.environment_of(each).function for each in self.data.sources)
+
     def replaced(self, **sections: dict[str, Any]) -> Config:
         """This config with other values in these sections, which are taken as they are."""
         update = {k: getattr(self, k).model_copy(update=values) for k, values in sections.items()}

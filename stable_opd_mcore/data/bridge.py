@@ -16,6 +16,7 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.errors import DataError
 
+_CUT = "\n[...]\n"  # in the middle of a message that is too long
 _MARK, _NEW = "text-of-the-turn", "text-of-the-new-message"
 _USER: Message = {"role": "user", "content": "1+1?"}
 _SAID: Message = {"role": "assistant", "content": "2"}
@@ -29,7 +30,7 @@ class Observed:
 
     token_ids: tuple[int, ...]
     text: str  # that was encoded; `append` encodes the end of the turn before, too
-    num_neutralised: int  # control tokens that foreign text contained
+    num_neutralised: int = 0  # control tokens that foreign text contained
     restarts: bool = False  # token_ids are a whole context, which does not extend the one before
 
 
@@ -50,21 +51,23 @@ class Bridge:
         for message in messages:
             if reason := self.refusal(message["role"]):
                 raise DataError(reason)
-        cleaned, number = self._neutralised(messages)
+        cleaned, number = self.neutralised(messages)
         text = self._after_mark([_USER], cleaned)
         ids = tuple(self._tokenizer.encode(text))
         end = next(place for place, token in enumerate(ids) if token in self._tokenizer.added_ids)
-        return Observed(ids[end + 1 :] if ids[end] == last_token else ids, text, number)
+        added = ids[end + 1 :] if ids[end] == last_token else ids
+        return Observed(added, text, number)
 
     def render(self, messages: Sequence[Message], context_ids: Sequence[int]) -> Observed:
         """A whole conversation as the chat template writes it, with the generation prompt: what it
         adds to `context_ids`, or all of it where it does not begin with them.
         """
-        cleaned, number = self._neutralised(messages)
+        cleaned, number = self.neutralised(messages)
         text = self._tokenizer.render(cleaned, generation_prompt=True)
         ids, length = tuple(self._tokenizer.encode(text)), len(context_ids)
         extends = ids[:length] == tuple(context_ids)
-        return Observed(ids[length:] if extends else ids, text, number, restarts=not extends)
+        added = ids[length:] if extends else ids
+        return Observed(added, text, number, restarts=not extends)
 
     def between(self, role: str) -> str:
         """All that `append` writes around a message of this role, with "..." as its text."""
@@ -129,7 +132,8 @@ class Bridge:
         (text,) = texts
         prompt = self._tokenizer.render([_USER], generation_prompt=True)
         # Some templates write EOS in place of a generation prompt (Phi-4-mini).
-        opening = prompt[len(commonprefix((prompt, self._tokenizer.render([_USER])))) :]  # noqa: RUF071
+        shared = commonprefix((prompt, self._tokenizer.render([_USER])))  # noqa: RUF071
+        opening = prompt[len(shared) :]
         if _NEW not in text or not text.endswith(opening):
             return "the chat template does not write it with a generation prompt after it"
         # White space before the end of a turn is the student's to sample (Nemotron-Nano-v2).
@@ -157,7 +161,7 @@ class Bridge:
             )
         return after
 
-    def _neutralised(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
+    def neutralised(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
         """The messages without control tokens in foreign text, and how many were there."""
         cleaned: list[Message] = []
         total = 0
@@ -167,3 +171,25 @@ class Bridge:
                 message, total = {**message, "content": text}, total + number
             cleaned.append(message)
         return cleaned, total
+
+    def shortened(self, messages: Sequence[Message], max_tokens: int) -> tuple[list[Message], int]:
+        """The messages with at most `max_tokens` tokens of text, and the number of those left out.
+
+        The longest ones lose their middle, and a mark says where.
+        """
+        shorter: list[Message] = [*messages]
+        ids = self._tokenizer.encode_many([message["content"] for message in messages])
+        excess, num_cut = sum(map(len, ids)) - max_tokens, 0
+        mark, _ = self._tokenizer.neutralised(_CUT)
+        num_mark = len(self._tokenizer.encode(mark))
+        for place in sorted(range(len(ids)), key=lambda place: -len(ids[place])):
+            if excess <= 0:
+                break
+            text = ids[place]
+            kept = max(0, len(text) - excess - num_mark)
+            head, tail = text[: kept - kept // 2], text[len(text) - kept // 2 :]
+            parts = self._tokenizer.decode(head), self._tokenizer.decode(tail)
+            shorter[place] = {**messages[place], "content": mark.join(parts)}
+            num_cut += len(text) - kept
+            excess -= len(text) - kept - num_mark
+        return shorter, num_cut

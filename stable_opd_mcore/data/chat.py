@@ -179,12 +179,17 @@ class Tokenizer:
         return match.group() if match else None
 
     def neutralised(self, text: str) -> tuple[str, int]:
-        """Foreign text with a space inside each control token, and the number of them."""
+        """Foreign text with a space inside each control token, and the number of them; for the
+        synthetic tokenizer also with "_" for each character that it lacks."""
         text = text.encode(errors="replace").decode()  # half a character cannot be encoded
         number = 0
         while token := self.control_token_in(text):
             number += text.count(token)
             text = text.replace(token, f"{token[:1]} {token[1:]}" if len(token) > 1 else " ")
+        if self._is_synthetic:
+            lacking = [symbol not in VOCABULARY for symbol in text]
+            number += sum(lacking)
+            text = "".join("_" if lacks else c for c, lacks in zip(text, lacking, strict=True))
         return text, number
 
     def encode(self, text: str) -> list[int]:

@@ -111,6 +111,7 @@ class PromptSet:
                 answer; the text of a control token; rows that exceed the window.
         """
         self.window, self._max_new_tokens = window, max_new_tokens
+        self._template = config.prompt_template
         self.teacher = teacher
         bridge = Bridge(tokenizer)
         texts = [_prompt_text(row, tokenizer, config, bridge) for row in rows]
@@ -171,6 +172,8 @@ class PromptSet:
             columns=row.columns,
             teacher_token_ids=own,
             golden_turn_tokens=self._golden_turns[index],
+            environment=row.environment,
+            messages=() if row.environment is None else _messages(row, self._template),
         )
 
     def problems(self) -> list[str]:
@@ -218,6 +221,13 @@ class PromptSet:
                 f"that exceeds the {model}window of {window}; shorten or drop the row"
             )
         return None
+
+
+def _messages(row: Row, template: str) -> Sequence[Message]:
+    """The turns of a row's prompt, without the run's system message."""
+    if row.messages:
+        return row.messages
+    return ({"role": "user", "content": template.replace("{problem}", row.problem)},)
 
 
 def _prompt_text(row: Row, tokenizer: Tokenizer, config: DataConfig, bridge: Bridge) -> str:

@@ -21,5 +21,7 @@ class Row:
     # The assistant's turns and what it answers between them, where `solution` cannot hold them;
     # empty: the solution is the one golden turn
     golden_turns: tuple[Message, ...] = ()
-    # Columns by name, where something reads them: a user's reward (all of them), teacher.prompt
+    # Columns by name, where something reads them: teacher.prompt, a user's reward or environment
+    # (all of them)
     columns: Mapping[str, Any] | None = None
+    environment: str | None = None  # see Prompt

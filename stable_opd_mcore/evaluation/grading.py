@@ -145,6 +145,8 @@ class Grader:
 
     def _item(self, rollout: Rollout, by_source: bool = True) -> GradingItem | RewardItem | None:
         prompt = rollout.prompt
+        if prompt.environment is not None:  # which has rewarded it
+            return None
         source = prompt.prompt_id.rpartition(":")[0]
         reward = source if by_source and source in self.rewards else ""
         if self.rewards[reward] is not None:

@@ -11,16 +11,20 @@ from torch.nn import Module
 
 from stable_opd_mcore.config.changes import changes, read_settings
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.host.run_directory import RunDirectory
+from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.rollout.engine import RolloutEngine
+from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.rollout.replay import ReplayEngine
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
+from stable_opd_mcore.run_inputs import environments_of
 from stable_opd_mcore.serving.teacher import ServedTeacher
 
 _log = logging.getLogger(__name__)
@@ -64,7 +68,7 @@ def build_engine(
                 "max_staleness": config.rollout.max_staleness,
                 "partial": config.rollout.partial,
             }
-            return embedded_engine(world, chunks, tokenizer, progress, **ahead)
+            return embedded_engine(config, world, chunks, tokenizer, progress, **ahead)
         case "replay":
             return _replay_engine(config)
         case "sglang":
@@ -78,6 +82,7 @@ def build_engine(
                 progress=progress,
                 memory=memory,
                 teacher=teacher,
+                interaction=build_interaction(config, chunks, tokenizer),
             )
 
 
@@ -101,11 +106,12 @@ def evaluation_engine(
 ) -> RolloutEngine:
     """The run's own engine; the embedded one where it replays stored rollouts."""
     if config.rollout.engine == "replay":
-        return embedded_engine(world, chunks, tokenizer)
+        return embedded_engine(config, world, chunks, tokenizer)
     return build_engine(config, world, chunks, tokenizer)
 
 
 def embedded_engine(
+    config: Config,
     world: World,
     chunks: Sequence[Module],
     tokenizer: Tokenizer,
@@ -114,8 +120,39 @@ def embedded_engine(
 ) -> EmbeddedEngine:
     """An engine that can sample responses to any prompt; evaluations use it too. `ahead` is
     `max_staleness` and `partial` of an engine that samples ahead."""
-    size, decode = tokenizer.vocab_size, tokenizer.decode
-    return EmbeddedEngine(chunks, world, decode, vocab_size=size, progress=progress, **ahead)
+    return EmbeddedEngine(
+        chunks,
+        world,
+        tokenizer.decode,
+        vocab_size=tokenizer.vocab_size,
+        progress=progress,
+        interaction=build_interaction(config, chunks, tokenizer),
+        **ahead,
+    )
+
+
+def build_interaction(
+    config: Config, chunks: Sequence[Module], tokenizer: Tokenizer
+) -> Interaction:
+    """The environments of the run; without any, every response is an episode.
+
+    Raises:
+        DataError: the chat template cannot put a message of the user after a turn.
+    """
+    environments = environments_of(config)
+    if not environments:
+        return Interaction()
+    for name, settings in environments.items():
+        reason = Bridge(tokenizer).refusal("user")
+        if settings.history == "append" and reason is not None:
+            raise DataError(f"environment{f' of {name}' if name else ''}: {reason}")
+    return Interaction(
+        environments,
+        tokenizer,
+        tokenizer.with_template_kwargs(config.evaluation.chat_template_kwargs),
+        config.data.system_prompt,
+        architecture_of(chunks).max_positions,
+    )
 
 
 def training_sampling(

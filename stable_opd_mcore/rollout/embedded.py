@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.models.families import rotary_frequencies
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.linear import linear
@@ -105,7 +106,19 @@ class EmbeddedEngine(RolloutEngine):
         self._ahead[step, sampling] = self._continue(prompts, sampling, step, length)
 
     def drop_ahead(self) -> None:
+        for (step, sampling), episodes in self._ahead.items():
+            self.interaction.forget(episodes, sampling, step)
         self._ahead.clear()
+
+    @property
+    def first_failure(self) -> str | None:
+        return self.interaction.first_failure
+
+    def take_metrics(self) -> Metrics:
+        return self.interaction.take_metrics()
+
+    def close(self) -> None:
+        self.interaction.close()
 
     def _continue(
         self, prompts: Sequence[Prompt], sampling: Sampling, step: int, length: int

@@ -58,8 +58,13 @@ class RolloutEngine:
         """This rank's metrics since the last call; the caller reduces them over ranks."""
         return Metrics()
 
+    @property
+    def first_failure(self) -> str | None:
+        """Why an environment failed, of the first one in this process; None: none has."""
+        return None
+
     def close(self) -> None:
-        """End the servers that the engine started."""
+        """End the servers and environments that the engine started."""
 
 
 class EngineLost(UserError):

@@ -45,8 +45,8 @@ from stable_opd_mcore.rollout.build_engine import evaluation_engine
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
+    configured_held_out,
     held_out_prompts,
-    held_out_rows,
     load_tokenizer,
 )
 from stable_opd_mcore.train import phases
@@ -189,7 +189,7 @@ def _problems(config: Config, tokenizer: Tokenizer, limit: int | None) -> dict[s
             for name in config.evaluation.benchmarks
         }
     elif config.data.eval is not None:
-        sets = {"held_out": (held_out_rows(config.data.eval)[:limit], 1)}
+        sets = {"held_out": (configured_held_out(config)[:limit], 1)}
     else:
         raise ConfigError(
             "nothing to evaluate on: give --benchmarks, or set evaluation.benchmarks or "
@@ -202,7 +202,7 @@ def _encode(rows: Sequence[Row], config: Config, tokenizer: Tokenizer, k: int) -
     config = config.replaced(data={"overlong": "drop"})
     prompts = held_out_prompts(rows, config, tokenizer, configured_architecture(config.student))
     selected = prompts.select(range(len(prompts)))
-    require_answers(selected)
+    require_answers([each for each in selected if each.environment is None])
     sampling = evaluation_sampling(config, tokenizer.stop_token_ids, num_samples=k)
     return Problems(selected, prompts.num_dropped, sampling)
 

@@ -110,7 +110,7 @@ def build_run(
         overlap=overlap,
         memory=memory,
         engine=engine,
-        held_out_engine=embedded_engine(world, models.student, tokenizer, progress)
+        held_out_engine=embedded_engine(config, world, models.student, tokenizer, progress)
         if config.rollout.engine == "replay"
         else None,
         sampling=training_sampling(config, tokenizer.stop_token_ids, scored=is_served),

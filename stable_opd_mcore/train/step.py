@@ -99,7 +99,7 @@ def at_step(run: Run, state: TrainState) -> Run:
     objective = run.objective.with_loss_weights(now.beta, now.lambda_)
     reference = None if objective.reference_needs == "none" else run.reference
     budget = run.config.sampling.budget(state.step)
-    sampling = replace(run.sampling, max_new_tokens=budget)
+    sampling = replace(run.sampling, max_new_tokens=budget, training_step=state.step)
     return replace(run, objective=objective, reference=reference, sampling=sampling)
 
 
@@ -207,12 +207,21 @@ def guarded(
 ) -> tuple[TrainState, Sequence[Action]]:
     """The state with adapted weights and the guard's decision after the step, and its actions.
 
-    While the length budget grows, the guard rests: a short budget truncates by design.
+    While the length budget or the number of turns grows, the guard rests: a short one truncates by
+    design.
     """
     values, every = metrics.values_by_key(), config.checkpoint.every
     state = replace(state, adapted=adapt(config, state.adapted, values))
-    if config.sampling.budget(state.step - 1) < config.sampling.max_new_tokens:
+    if _horizon_grows(config, state.step - 1):
         return state, ()
     saved = bool(every) and state.step % every == 0
     guard, actions = decide(config.guard, state.guard, state.step, values, saved)
     return replace(state, guard=guard), actions
+
+
+def _horizon_grows(config: Config, step: int) -> bool:
+    """Whether responses or episodes are shorter after `step` finished steps than later."""
+    environments = map(config.environment_of, config.data.sources)
+    return config.sampling.budget(step) < config.sampling.max_new_tokens or any(
+        each.turns_at(step) < each.max_turns for each in environments
+    )

@@ -174,6 +174,47 @@ def assert_as_on_policy(row: dict[str, Any]) -> None:
     assert row["ratio/clip_share"] == 0
 
 
+GAME = """
+import time
+
+def episode(row, seed):
+    said = yield None if seed % 2 else "2+1"
+    for number in range(4):
+        time.sleep(0.2)  # weights are published meanwhile
+        if number == seed % 5:
+            return 1
+        said = yield {"restart": [{"role": "user", "content": "1+1"}]} if number == 2 else said[:9]
+    return 0
+"""
+
+
+def test_episodes_go_on_over_publishes(tmp_path, pair):
+    """The learning rate is so small that all versions have the trainer's log-probabilities. Two
+    ranks without a lag share the servers."""
+    (tmp_path / "game.py").write_text(GAME)
+    settings = (
+        f"environment.function={tmp_path / 'game.py'}:episode",
+        "sampling.max_new_tokens=12",
+        "optimizer.lr=1e-12",
+        "optimizer.warmup_steps=0",
+        *pair.overrides,
+    )
+    lags = ("train.steps=6", "rollout.max_staleness=2", "rollout.partial=true")
+    run = train(tmp_path, "lags", *lags, *settings)
+    assert max(row["logprob/rollout_gap_max"] for row in rows(run)) < 1e-4
+    sampled = [rollout for step in range(3, 7) for rollout in rollouts(run, step)]
+    assert {len(rollout.get("turns", [0])) for rollout in sampled} == {1, 2, 3, 4, 5}
+    assert {rollout["finish_reason"] for rollout in sampled} == {"stop"}
+    assert {rollout["reward"] for rollout in sampled} == {0, 1}
+    parts = [rollout.get("segments", []) for rollout in sampled]
+    versions = [[part["weight_version"] for part in each] for each in parts]
+    assert max(map(len, versions)) == 3
+    assert all(each == sorted(set(each)) for each in versions)
+    assert sum(row["environment/steps"] for row in rows(run)) > 0
+    run = train(tmp_path, "two", "train.steps=1", *settings, ranks=2)
+    assert rows(run)[0]["logprob/rollout_gap_max"] < 1e-4
+
+
 def test_metrics_of_rollouts_that_lag_and_outlive_updates(tmp_path, pair):
     """Who waited, and how old the weights were that sampled."""
     ahead, longer = (

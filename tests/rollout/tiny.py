@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ class Talk(Interaction):
 def build_engine(path: Path, world: World, **options) -> EmbeddedEngine:
     chunks = build_model(read_architecture(path), world, trainable=True)
     load_hf(chunks, path)
-    options = {"vocab_size": VOCAB} | options
+    options: dict[str, Any] = {"vocab_size": VOCAB} | options
     return EmbeddedEngine(chunks, world, decode, **options)
 
 

@@ -22,6 +22,7 @@ from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, gather_objects, ranks_on_this_machine
 from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.topology import Topology, derive_topology
+from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
@@ -54,6 +55,7 @@ def build_sglang_engine(
     progress: Callable[[], None] = lambda: None,
     memory: DeviceMemory | None = None,
     teacher: ServedTeacher | None = None,
+    interaction: Interaction | None = None,
 ) -> SglangEngine:
     """Start this rank's servers, or connect to external ones, and wait until they answer.
 
@@ -80,7 +82,8 @@ def build_sglang_engine(
         HTTP.use_tokenizer(tokenizer)
     fleet.start()
     transport = _transport(config, architecture, world, folder, topology)
-    return SglangEngine(config, world, chunks, fleet, transport, vocab_size, memory, teacher)
+    engine = config, world, chunks, fleet, transport, vocab_size, memory, teacher
+    return SglangEngine(*engine, interaction or Interaction())
 
 
 def run_topology(config: Config, architecture: Architecture, world: World) -> Topology:

@@ -89,6 +89,7 @@ class SglangEngine(RolloutEngine):
     def close(self) -> None:
         """End the servers that this run started."""
         self._dispatcher.close()
+        self.interaction.close()
         self.fleet.stop()
 
     # ---- sampling
@@ -192,6 +193,9 @@ class SglangEngine(RolloutEngine):
         """See `RolloutEngine.drop_ahead`. The next publish sends the weights at once."""
         with self._paused(abort=True):
             self._dispatcher.drop([each for ahead in self._ahead.values() for each in ahead])
+            for (step, sampling), ahead in self._ahead.items():
+                for prompt in ahead:
+                    self.interaction.forget(prompt.episodes, sampling, step)
         self._ahead.clear()
         self._sent_version = -1
 
@@ -206,10 +210,15 @@ class SglangEngine(RolloutEngine):
         yield
         self._dispatcher.resume()
 
+    @property
+    def first_failure(self) -> str | None:
+        return self.interaction.first_failure
+
     def take_metrics(self) -> Metrics:
         metrics, self._metrics = self._metrics, Metrics()
         if not self._is_leader:
             return metrics
+        metrics = metrics | self.interaction.take_metrics()
         return metrics | self.fleet.events.take_metrics() | self._dispatcher.take_metrics()
 
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:

@@ -25,7 +25,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
-from stable_opd_mcore.parallel.world import World, broadcast_object
+from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.state import TrainState
@@ -96,9 +96,10 @@ def prefetch_rollouts(run: Run, state: TrainState) -> None:
     steps_left = run.config.train.steps - state.step
     for ahead in range(min(1 + max_staleness, steps_left)):
         step = state.step + ahead
+        budget = run.config.sampling.budget(step)
         run.engine.prefetch(
             own_prompts(run, state, ahead),
-            replace(run.sampling, max_new_tokens=run.config.sampling.budget(step)),
+            replace(run.sampling, max_new_tokens=budget, training_step=step),
             step=step,
             weight_version=state.weight_version + ahead,
         )
@@ -114,7 +115,24 @@ def sample_rollouts(
         return []
     with timer.part("wait") if run.config.rollout.has_servers else nullcontext():
         rollouts = run.engine.generate(prompts, run.sampling, step=step)
-    return graded(run.grader, run.world, prompts, rollouts)
+    rollouts = graded(run.grader, run.world, prompts, rollouts)
+    refuse_failing_environment(run, rollouts)
+    return rollouts
+
+
+def refuse_failing_environment(run: Run, rollouts: Sequence[Rollout]) -> None:
+    """End a run whose environments fail in more than half of a step's episodes. Collective."""
+    if not run.config.has_environment:
+        return
+    failures = [each.grading_failure for each in rollouts if each.prompt.environment is not None]
+    own = len(failures), len(failures) - failures.count(None), run.engine.first_failure
+    counts, failed, reasons = zip(*gather_objects(own), strict=True)
+    if sum(failed) > sum(counts) / 2:
+        reason = next((each for each in reasons if each), "see the log")
+        raise UserError(
+            f"{sum(failed)} of {sum(counts)} episodes of this step failed in their environment; "
+            f"the first one: {reason}; correct it, and continue the run"
+        )
 
 
 def sample_held_out(

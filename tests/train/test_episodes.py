@@ -1,0 +1,163 @@
+"""Runs with an environment: the objectives, layouts, rollouts sampled ahead, and its failures."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.multiprocessing import ProcessExitedException
+
+from stable_opd_mcore.data.rollout_files import read_rollouts
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.run_directory import RunDirectory
+from stable_opd_mcore.train.loop import train
+from tests.parallel.launch import run_ranks
+from tests.train.runs import (
+    ALONE,
+    end_process_at,
+    metrics_of,
+    problems,
+    tiny_architecture,
+    tiny_config,
+)
+
+STEPS, KILLED_AT = 5, 3
+GAME = '''
+def episode(row, seed):
+    """Its first message stands for half of the prompts; one in four begins a context anew."""
+    said, digit = (yield None if seed % 2 else f"{seed % 10}+1"), str(seed % 5)
+    for number in range(3):
+        if digit in said:
+            return 1 - number / 4
+        again = f"{digit}*{len(said) % 10}"
+        if seed % 4 == 1 and number:
+            again = {"restart": [{"role": "user", "content": again}]}
+        said = yield again
+    return 0
+
+def broken(row, seed):
+    said = yield "1+1"
+    if seed % 8 > 2:
+        raise KeyError("door")
+    return 1
+'''
+LAYOUTS: dict[str, dict[str, int]] = {
+    "data": {},
+    "tensor": {"tensor": 2},
+    "context": {"context": 2},
+}
+AHEAD = {"max_staleness": 2, "partial": True}
+OBJECTIVES = {
+    "lsm": {"name": "lsm", "top_k": 4},
+    "gkd": {"name": "gkd"},
+    "grpo": {"name": "grpo"},
+}
+
+
+def played(
+    directory: str, name: str, function: str = "episode", rollout: Any = (), **sections: Any
+) -> None:
+    given = {
+        "student": {"architecture": tiny_architecture(16, 2)},
+        "teacher": {"architecture": tiny_architecture(32, 2)},
+        "environment": {"function": f"{directory}/game.py:{function}", "max_turns": 3},
+        "sampling": {"max_new_tokens": 6},
+        "rollout": {"prompts_per_step": 6, "samples_per_prompt": 2, **dict(rollout)},
+        "train": {"steps": STEPS, "micro_batch_tokens": 192},
+        "data": problems(12, 4),
+        "evaluation": {"every": 3, "temperature": 1.0},
+    }
+    config = tiny_config(Path(directory), name, **given | sections)
+    train(config, show_progress=False)
+
+
+def play_alone(rank: int, world_size: int, directory: str) -> None:
+    played(directory, "alone")
+    for name, objective in OBJECTIVES.items():
+        played(directory, name, objective=objective, **(ALONE if name == "grpo" else {}))
+    played(directory, "ahead", rollout=AHEAD)
+    with pytest.raises(UserError, match=r"of 12 episodes .* KeyError: 'door'"):
+        played(directory, "broken", "broken")
+
+
+def play_in_layouts(rank: int, world_size: int, directory: str) -> None:
+    for name, parallel in LAYOUTS.items():
+        played(directory, name, parallel=parallel)
+
+
+def play_with_checkpoints(rank: int, world_size: int, directory: str, name: str) -> None:
+    played(directory, name, checkpoint={"every": 2, "keep": 5}, rollout=AHEAD)
+
+
+def play_and_die(rank: int, world_size: int, directory: str, name: str) -> None:
+    end_process_at(KILLED_AT)
+    play_with_checkpoints(rank, world_size, directory, name)
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("games")
+    (directory / "game.py").write_text(GAME)
+    run_ranks(1, play_alone, str(directory))
+    return directory
+
+
+def test_the_student_is_trained_on_what_it_sampled_in_each_turn(games):
+    """The engine's log-probability of every token is the trainer's, over turns and contexts."""
+    rollouts = [
+        rollout
+        for step in range(1, STEPS + 1)
+        for rollout in read_rollouts(RunDirectory(games / "alone").rollouts(step))
+    ]
+    turns = [rollout.turns for rollout in rollouts]
+    assert {len(each) for each in turns} == {1, 2, 3}
+    assert {each[0].restarts for each in turns} == {False, True}
+    assert any(turn.restarts for each in turns for turn in each[1:])
+    assert {rollout.reward for rollout in rollouts} >= {0, 1}
+    assert all(rollout.reward is not None for rollout in rollouts)
+    rows = metrics_of(games / "alone")[1:]
+    assert all(row["logprob/rollout_gap_max"] < 1e-5 for row in rows)
+    second = turns[12:24]  # no evaluation comes before it
+    assert rows[1]["environment/steps"] == sum(len(each) + 1 for each in second)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_trains_on_episodes(games, name):
+    rows = [row for row in metrics_of(games / name) if row["step"]]
+    assert len(rows) == STEPS
+    assert all(row["grad_norm"] > 0 for row in rows)
+
+
+def test_evaluations_play_episodes_in_the_same_worlds(games):
+    """At step 0 all runs that begin with the same weights have the same held-out accuracy."""
+    first = [metrics_of(games / name)[0] for name in ("alone", "ahead", "lsm", "grpo")]
+    assert len({json.dumps(row["eval/accuracy"]) for row in first}) == 1
+    assert first[0]["eval/accuracy"] is not None
+
+
+def test_layouts_agree(games):
+    run_ranks(2, play_in_layouts, str(games))
+    expected = metrics_of(games / "alone")[1:]
+    for name in LAYOUTS:
+        for ours, theirs in zip(expected, metrics_of(games / name)[1:], strict=True):
+            for key in ("loss/pg", "loss/kl", "loss/sft", "grad_norm", "rollout/accuracy"):
+                assert ours[key] == pytest.approx(theirs[key], rel=2e-4, abs=1e-6), (name, key)
+
+
+def test_a_killed_run_plays_again_what_was_sampled_ahead(games):
+    """It has the same prompts and worlds; what was sampled ahead, it samples with newer weights."""
+    run_ranks(1, play_with_checkpoints, str(games), "whole")
+    with pytest.raises(ProcessExitedException):
+        run_ranks(1, play_and_die, str(games), "killed")
+    shutil.copytree(games / "killed", games / "before")
+    run_ranks(1, play_with_checkpoints, str(games), "killed")
+    whole, killed = (metrics_of(games / name) for name in ("whole", "killed"))
+    assert [row["step"] for row in killed] == [row["step"] for row in whole]
+    assert killed[:3] == whole[:3]
+    for step in range(1, STEPS + 1):
+        both = [
+            read_rollouts(RunDirectory(games / name).rollouts(step)) for name in ("whole", "killed")
+        ]
+        assert [r.prompt.prompt_id for r in both[0]] == [r.prompt.prompt_id for r in both[1]]
+        assert [r.turns[0].before for r in both[0]] == [r.turns[0].before for r in both[1]]
