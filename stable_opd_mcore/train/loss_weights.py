@@ -8,7 +8,8 @@ checkpoint.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stable_opd_mcore.config.schema import AdaptiveSection, Config
+from stable_opd_mcore.config.objectives import AdaptiveSection
+from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.train.oversight.guard import GuardState
 
 LARGEST_ERROR = 0.2  # relative distance from the target that one step answers to

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stable_opd_mcore.config.schema import Config, ObjectiveConfig
+from stable_opd_mcore.config.objectives import ObjectiveConfig
+from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.samples import (
     golden_samples,
     mark_off_policy,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.multiprocessing import ProcessExitedException
 
-from stable_opd_mcore.config.schema import KLConfig
+from stable_opd_mcore.config.objectives import KLConfig
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring import onset

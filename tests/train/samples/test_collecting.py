@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from stable_opd_mcore.config.schema import TokenMasksConfig
+from stable_opd_mcore.config.objectives import TokenMasksConfig
 from stable_opd_mcore.data.samples import off_policy_slots
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
