@@ -19,7 +19,7 @@ from tests.integration.sglang_tools import (
 )
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
-STEPS = 6
+STEPS = 5
 
 
 def test_killed_and_stopped_servers_lose_no_step(tmp_path):
