@@ -38,8 +38,8 @@ def tiny_config(directory: Path, name: str, **sections: Any) -> Config:
     """
     values: dict[str, Any] = {
         "run": {"name": name, "directory": str(directory)},
-        "student": {"architecture": tiny_architecture(32, 4)},
-        "teacher": {"architecture": tiny_architecture(48, 4)},
+        "student": {"architecture": tiny_architecture(32, 2)},
+        "teacher": {"architecture": tiny_architecture(48, 2)},
         "tokenizer": {"path": "synthetic"},
         "data": {"train": {"path": "synthetic:arithmetic", "options": {"rows": 64}}},
         "sampling": {"max_new_tokens": 24},

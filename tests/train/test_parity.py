@@ -11,7 +11,7 @@ from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.samples import overlap
 from tests.parallel.launch import run_ranks
-from tests.train.runs import ALONE, metrics_of, tiny_config
+from tests.train.runs import ALONE, metrics_of, tiny_architecture, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,11 @@ FEW_PROBLEMS = {"train": {"path": "synthetic:arithmetic", "options": {"rows": 8}
 def opd_config(directory: Path, name: str, **sections: Any) -> Config:
     """Stable-OPD; the last step measures `overlap/*` and `stop/*` too."""
     overlap.EVERY = STEPS
-    return tiny_config(directory, name, train={"steps": STEPS}, **sections)
+    models = {  # a layer for each of the four stages
+        "student": {"architecture": tiny_architecture(32, 4)},
+        "teacher": {"architecture": tiny_architecture(48, 4)},
+    }
+    return tiny_config(directory, name, train={"steps": STEPS}, **models, **sections)
 
 
 def solver_config(directory: Path) -> Config:

@@ -37,7 +37,7 @@ def own_teacher(rank: int, world_size: int, directory: str) -> None:
     config = tiny_config(
         Path(directory),
         "own_teacher",
-        teacher={"architecture": tiny_architecture(32, 4)},
+        teacher={"architecture": tiny_architecture(32, 2)},
         kl={"beta": 0.0},
         mixture={"lambda": 0.0},
         optimizer={"lr": 1e-30, "warmup_steps": 0},
