@@ -9,6 +9,7 @@ is torchrun), and it makes no assertions: a rank's exception, with its traceback
 failure.
 """
 
+import gc
 import multiprocessing as forkserver
 import os
 import tempfile
@@ -55,6 +56,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> None
 def _enter(
     rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # what was imported stays: collections pass it over
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group(
