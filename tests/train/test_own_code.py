@@ -9,7 +9,7 @@ from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
-from tests.train.runs import metrics_of, tiny_config
+from tests.train.runs import metrics_of, problems, tiny_config
 
 OWN = """
 NEEDS = ("given_advantage",)
@@ -30,7 +30,7 @@ def own_run(rank: int, world_size: int, directory: str) -> None:
     settings = {
         "objective": {"name": f"{own}:objective"},
         "reward": {"function": f"{own}:reward"},
-        "data": {split: {"path": "synthetic:arithmetic"} for split in ("train", "eval")},
+        "data": problems(64, 16),
         "evaluation": {"every": 2},
         "checkpoint": {"every": 1},
         "train": {"steps": 2},
