@@ -27,10 +27,8 @@ from stable_opd_mcore.rollout.environments import EnvironmentPool, Step
 from stable_opd_mcore.rollout.episodes import Episode, Observation
 from stable_opd_mcore.rollout.noise import row_key
 
-COUNTS = (  # metrics environment/...: of steps; of episodes; of observed tokens
-    *("steps", "replays", "timeout", "crash", "invalid", "not_repeatable"),
-    *("neutralised_tokens", "cut_tokens"),
-)
+# Metrics environment/...; failures are those of grading
+COUNTS = ("steps", "replays", "not_repeatable", "neutralised_tokens", "cut_tokens")
 _NO_ROOM = Observation(finish_reason="length", reward=0.0)  # ends an episode that did not succeed
 
 

@@ -186,7 +186,7 @@ def test_a_failing_environment_ends_its_episode_without_a_reward(interact):
         "crash",
     )
     assert "KeyError: 'door'" in str(interaction.first_failure)
-    assert interaction.take_metrics()["environment/crash"] == Sum(1)
+    assert interaction.take_metrics()["environment/replays"] == Sum(1)
 
 
 def test_text_of_a_game_is_readable_for_the_synthetic_tokenizer(interact):
