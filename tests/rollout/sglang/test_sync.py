@@ -12,6 +12,7 @@ import torch
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.lora import adapt, factors_of
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.sglang import group
@@ -100,6 +101,25 @@ def test_each_transport_is_exact_with_slow_receivers(chunks, tmp_path, method):
                 for weight in chunks[0].parameters():
                     weight.mul_(1.25)
     assert not list(tmp_path.iterdir())
+
+
+def test_servers_receive_the_matrices_merged_with_their_factors(world):
+    low = build_model(read_architecture(FIELDS), world, precision="bf16", seed=2)
+    expected = {name: tensor.clone() for name, tensor in iter_hf_tensors(low)}
+    adapt(low, rank=4, alpha=8.0)
+    generator = torch.Generator().manual_seed(0)
+    for factors in factors_of(low):
+        for name, a_RI, b_OR in zip(factors.entry.hf_names, factors.A, factors.B, strict=True):
+            with torch.no_grad():
+                b_OR.copy_(0.1 * torch.randn(b_OR.shape, generator=generator))
+            product = 8.0 / 4 * b_OR.detach().float() @ a_RI.detach().float()
+            expected[name] = (expected[name].float() + product).bfloat16()
+    for bucket in make_buckets(low, torch.bfloat16, BUCKET, Buffers()):
+        for name, tensor in bucket.tensors:
+            torch.testing.assert_close(tensor, expected[name], rtol=2**-7, atol=0)
+    with receiver(FIELDS) as url:
+        outcome = publish(low, TensorTransport(60.0), [url], 1)
+    assert (outcome.verified, outcome.failed) == (("receiver_0",), {})
 
 
 def publish_from_two_ranks(rank: int, world_size: int, urls: list[str]) -> None:
