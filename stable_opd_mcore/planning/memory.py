@@ -154,13 +154,16 @@ def _rollouts(run: PlannedRun, stage: int) -> Iterator[Component]:
     largest = run.element * embedding
     buckets = 2 * max(WEIGHT_BUCKET_BYTES, largest)
     yield Component("weight sync buckets", buckets, ("rollout",))
-    if config.student.lora:  # both products of gate and up, or of q, k and v, joined and rounded
-        merged = (8 + run.element) * student.widest_matrix()
-        yield Component("weight sync: merged matrix, fp32", merged, ("rollout",))
     # Owners gather shards and join them; other stages receive the whole tensor.
     is_cut = layout.tensor > 1 and stage in (0, layout.pipeline - 1)
-    if copies := 2 if is_cut else min(1, layout.pipeline - 1):
+    copies = 2 if is_cut else min(1, layout.pipeline - 1)
+    if copies:
         yield Component("weight sync: embedding, whole", copies * largest, ("rollout",))
+    if config.student.lora:
+        # The products of joined matrices in fp32, their join and its rounding; at another time
+        # than the embedding.
+        merged = max(0, (8 + run.element) * student.widest_matrix() - copies * largest)
+        yield Component("weight sync: merged matrix", merged, ("rollout",))
 
 
 def _passes(run: PlannedRun, stage: int) -> Iterator[Component]:
