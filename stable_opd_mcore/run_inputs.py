@@ -212,6 +212,11 @@ def environments_of(config: Config) -> dict[str, EnvironmentConfig]:
     return {name: each for name, each in given.items() if each and each.function is not None}
 
 
+def turns_by_environment(config: Config) -> dict[str | None, int]:
+    """The most turns of the episodes of each environment, by its name."""
+    return {name: each.max_turns for name, each in environments_of(config).items()}
+
+
 def held_out_rows(source: SourceConfig, with_columns: bool = False) -> list[Row]:
     """The rows of `data.eval`, each problem of a file or data set once.
 

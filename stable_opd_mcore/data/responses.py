@@ -7,7 +7,7 @@ Each turn of an episode is a response; the reward is the episode's.
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,7 @@ _TURNS = {  # parts of the turns, counted from 0
     "turn_5_8": range(4, 8),
     "turn_9": range(8, sys.maxsize),
 }
+_ONE_TURN: Mapping[str | None, int] = {}
 _THINK_END = "</think>"
 _PARTS: dict[FinishReason | None, str] = {"stop": "finished", "length": "truncated"}
 _MEANS = (
@@ -128,13 +129,12 @@ class ResponseTotals:
     """Sums over measured responses. Its size grows with the number of different lengths only."""
 
     def __init__(self, max_length: int | None = None, max_turns: int = 1):
-        """The length budget of a response, and the most responses of an episode. Loops are counted
-        in quarters of both together; None: there is no budget."""
+        """The length budget of a response, and the most responses of any episode. Loops are counted
+        in quarters of the budget of an episode; None: there is no budget."""
         self.max_length, self.max_turns = max_length, max_turns
-        self._turn_parts = turn_parts(max_turns)
-        self.num_responses = 0
-        by_turn = [f"{name}_{part}" for name in _BY_TURN for part in self._turn_parts]
-        names = (*_MEANS, *_OF_EPISODES, *by_turn) if self._turn_parts else _MEANS
+        self.num_responses = self._longest_episode = 0
+        by_turn = [f"{name}_{part}" for name in _BY_TURN for part in turn_parts(max_turns)]
+        names = (*_MEANS, *_OF_EPISODES, *by_turn) if by_turn else _MEANS
         self._means = dict.fromkeys(names, Mean(0.0, 0.0))
         self._lengths: Counter[int] = Counter()
         self._failures: Counter[GradingFailure | None] = Counter()
@@ -143,8 +143,8 @@ class ResponseTotals:
         """Count one more response."""
         self._add(response, 0, response.finish_reason)
 
-    def add_episode(self, rollout: Rollout, limits: CompressionLimits) -> None:
-        """Count the turns of one more rollout."""
+    def add_episode(self, rollout: Rollout, limits: CompressionLimits, max_turns: int = 1) -> None:
+        """Count the turns of one more rollout, which could have `max_turns`."""
         end, last = 0, rollout.turns[-1]
         for number, turn in enumerate(rollout.turns):
             start, end = end, end + turn.num_tokens
@@ -156,20 +156,27 @@ class ResponseTotals:
                 reward=rollout.reward if turn is last else None,
                 grading_failure=rollout.grading_failure if turn is last else None,
             )
-            self._add(response, number, rollout.finish_reason)
-        if self._turn_parts:
+            self._add(response, number, rollout.finish_reason, max_turns)
+        if max_turns > 1:
+            self._longest_episode = max(self._longest_episode, len(rollout.turns))
             for name, mean in _of_episode(rollout).items():
                 self._means[name] += mean
 
-    def _add(self, response: MeasuredResponse, turn: int, ending: FinishReason | None) -> None:
+    def _add(
+        self,
+        response: MeasuredResponse,
+        turn: int,
+        ending: FinishReason | None,
+        max_turns: int = 1,
+    ) -> None:
         """turn: its number in an episode, which has ended for the reason `ending`."""
         self.num_responses += 1
         self._lengths[response.length] += 1
         self._failures[response.grading_failure] += 1
         terms = {name: Mean(value, weight) for name, value, weight in _terms(response, ending)}
         if self.max_length is not None:
-            terms |= _loop_shares(response, turn, self.max_length, self.max_turns)
-        for part, turns in self._turn_parts.items():
+            terms |= _loop_shares(response, turn, self.max_length, max_turns)
+        for part, turns in turn_parts(max_turns).items():
             if turn in turns:
                 terms |= {f"{name}_{part}": terms[name] for name in _BY_TURN}
         for name, mean in terms.items():
@@ -182,6 +189,8 @@ class ResponseTotals:
         metrics["response_length_p50"] = Quantile(0.5, lengths, counts)
         metrics["response_length_p95"] = Quantile(0.95, lengths, counts)
         metrics["response_length_max"] = Max(float(max(self._lengths)) if self._lengths else None)
+        if self.max_turns > 1:
+            metrics["turns_max"] = Max(float(self._longest_episode) or None)
         if self._means["accuracy"].count:
             metrics["grading_timeouts"] = Sum(float(self._failures["timeout"]))
             metrics["grading_crashes"] = Sum(float(self._failures["crash"]))
@@ -197,13 +206,19 @@ def turn_parts(max_turns: int) -> dict[str, range]:
 
 
 def rollout_metrics(
-    rollouts: Iterable[Rollout], max_new_tokens: int, area: str = "rollout", max_turns: int = 1
+    rollouts: Iterable[Rollout],
+    max_new_tokens: int,
+    area: str = "rollout",
+    max_turns: Mapping[str | None, int] = _ONE_TURN,
 ) -> Metrics:
-    """The numbers of this rank's rollouts under `<area>/...`; those of all ranks add up."""
+    """The numbers of this rank's rollouts under `<area>/...`; those of all ranks add up.
+
+    max_turns: of the episodes of each environment; other rollouts have one turn.
+    """
     limits = compression_limits(max_new_tokens)
-    totals = ResponseTotals(max_new_tokens, max_turns)
+    totals = ResponseTotals(max_new_tokens, max(max_turns.values(), default=1))
     for rollout in rollouts:
-        totals.add_episode(rollout, limits)
+        totals.add_episode(rollout, limits, max_turns.get(rollout.prompt.environment, 1))
     return totals.metrics(area)
 
 

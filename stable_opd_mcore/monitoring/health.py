@@ -9,7 +9,7 @@ Shapes: B samples, N rows (scored tokens) of a micro-batch, R means.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,7 @@ def token_metrics(
     max_new_tokens: int,
     groups: Mapping[str, NDArray[np.bool_]] = _NO_GROUPS,
     max_turns: int = 1,
+    max_turns_B: NDArray[np.int64] | None = None,
 ) -> Callable[[], Metrics]:
     """Metrics of the scored tokens of this rank's micro-batches; reduce them over ranks.
 
@@ -56,8 +57,9 @@ def token_metrics(
     rollout tokens in the loss (`pg_weight_N` not 0), without golden and masked tokens. KL to the
     reference is over rows with a KL weight, the share of repetitive tokens over all scored rollout
     tokens. Parts are finished and truncated turns, quarters of the longest episode, `max_turns` of
-    `max_new_tokens` each, and, if there are several, single turns. The rollout gap is to
-    `old_token_logprob_N`, or to the student's log-probability if that is None.
+    `max_new_tokens` each, and, if there are several, single turns. `max_turns_B` has the most turns
+    of the episode of each sample, where they differ; those with one turn have no part by turn. The
+    rollout gap is to `old_token_logprob_N`, or to the student's log-probability if that is None.
 
     `loss/*` are sums, like the loss. The total is the sum of the parts, because Megatron scales the
     loss tensor in place. A mean is None if no micro-batch has its values (no teacher, no
@@ -74,7 +76,8 @@ def token_metrics(
     if not outputs:  # a pipeline stage before the last
         return Metrics
     pairs = zip(outputs, microbatches, strict=True)
-    found = [_token_sums(*pair, (max_turns, max_new_tokens), groups) for pair in pairs]
+    turns = max_turns, max_turns_B
+    found = [_token_sums(*pair, max_new_tokens, groups, *turns) for pair in pairs]
     (means, scalars), _ = found[0]  # the keys are the same in every micro-batch
     numbers = OnHost(torch.stack([sums for _, sums in found]))
 
@@ -90,8 +93,10 @@ def token_metrics(
 def _token_sums(
     output: LossOutput,
     microbatch: MicroBatch,
-    budget: tuple[int, int],  # the most turns of an episode, and tokens of a turn
+    max_new_tokens: int,
     groups: Mapping[str, NDArray[np.bool_]],
+    max_turns: int,
+    max_turns_B: NDArray[np.int64] | None,
 ) -> tuple[tuple[list[str], list[str]], Tensor]:
     """The keys of the means and of the plain sums; in fp64 the totals and counts of the means, then
     the plain sums.
@@ -101,14 +106,13 @@ def _token_sums(
     golden_N, trained_N = microbatch.golden_N, _trained(microbatch)
     pg_N = (microbatch.pg_weight_N != 0) & ~golden_N
     means = _mean_terms(output, microbatch)
-    parts = _parts(microbatch, *budget)
+    parts = _parts(microbatch, max_new_tokens, max_turns, max_turns_B)
     for key in SPLIT_KEYS:
         values, mask = means[key]
         means |= {f"{key}_{part}": (values, mask & part_N) for part, part_N in parts.items()}
     kl_N, mask_N = means["kl/teacher"]
     for key, member_B in groups.items():
-        member_N = torch.from_numpy(member_B).to(pg_N.device)[microbatch.sample_index_N]
-        means[f"{key}/kl"] = kl_N, mask_N & member_N
+        means[f"{key}/kl"] = kl_N, mask_N & _by_row(member_B, microbatch)
     zeros_N = torch.zeros_like(pg_N, dtype=torch.float64)
     values_RN = torch.stack(
         [zeros_N if values is None else values.detach().double() for values, _ in means.values()]
@@ -204,20 +208,33 @@ def _trained(microbatch: MicroBatch) -> Tensor:
     return (weights[0] != 0) | (weights[1] != 0) | (weights[2] != 0)
 
 
-def _parts(microbatch: MicroBatch, max_turns: int, max_new_tokens: int) -> dict[str, Tensor]:
+def _parts(
+    microbatch: MicroBatch,
+    max_new_tokens: int,
+    max_turns: int,
+    max_turns_B: NDArray[np.int64] | None,
+) -> dict[str, Tensor]:
     """Masks [N] of finished and truncated turns, of quarters of the budget, and of some turns."""
     turn_N = microbatch.turn_N
+    most_N = max_turns if max_turns_B is None else _by_row(max_turns_B, microbatch)
     place_N = turn_N * max_new_tokens + microbatch.index_in_turn_N
-    quarter_N = (4 * place_N // (max_turns * max_new_tokens)).clamp(max=len(QUARTERS) - 1)
+    quarter_N = (4 * place_N // (most_N * max_new_tokens)).clamp(max=len(QUARTERS) - 1)
     return {
         "finished": ~microbatch.truncated_N,
         "truncated": microbatch.truncated_N,
         **{quarter: quarter_N == number for number, quarter in enumerate(QUARTERS)},
         **{
-            part: (turn_N >= turns.start) & (turn_N < turns.stop)
+            part: (turn_N >= turns.start) & (turn_N < turns.stop) & (most_N > 1)
             for part, turns in turn_parts(max_turns).items()
         },
     }
+
+
+def _by_row(values_B: NDArray[Any], microbatch: MicroBatch) -> Tensor:
+    """[N], the value of each row's sample."""
+    import torch
+
+    return torch.from_numpy(values_B).to(microbatch.turn_N.device)[microbatch.sample_index_N]
 
 
 def _engine_gap(output: LossOutput, microbatch: MicroBatch) -> Tensor:

@@ -37,7 +37,6 @@ from stable_opd_mcore.train.samples.sharing import (
     pack_micro_batches,
     share_out,
 )
-from stable_opd_mcore.train.samples.source_metrics import groups_of
 from stable_opd_mcore.train.samples.token_values import RolloutValues, TokenRecorder
 from stable_opd_mcore.train.step_metrics import compare_models, reduce_row_metrics, step_metrics
 from stable_opd_mcore.train.update import update_once
@@ -195,8 +194,8 @@ def update(
     lr = learning_rate(finished_steps, run.config.train.steps, run.config.optimizer)
     metrics = Metrics()
     for minibatch, micro_batches in zip(minibatches, scored_batches, strict=True):
-        groups = groups_of(run.config, minibatch.source_B)
-        outputs, update_metrics = update_once(run, micro_batches, lr, finished_steps + 1, groups)
+        step = finished_steps + 1
+        outputs, update_metrics = update_once(run, micro_batches, lr, step, minibatch.source_B)
         recorder.record(minibatch, micro_batches, outputs)
         metrics = metrics | update_metrics
     return metrics

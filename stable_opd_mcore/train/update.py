@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module
 
@@ -22,7 +24,7 @@ from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.transfers import OnHost
 from stable_opd_mcore.records import LossOutput, MicroBatch
 from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.samples.source_metrics import NO_GROUPS, Groups
+from stable_opd_mcore.train.samples.source_metrics import groups_of, max_turns_of
 from stable_opd_mcore.train.step_metrics import reduce_row_metrics
 
 
@@ -31,9 +33,9 @@ def update_once(
     micro_batches: Sequence[MicroBatch],
     lr: float,
     step: int,
-    groups: Groups = NO_GROUPS,
+    source_B: NDArray[np.int64] | None = None,
 ) -> tuple[Sequence[LossOutput], Metrics]:
-    """One optimizer step on scored micro-batches.
+    """One optimizer step on scored micro-batches, whose samples are of the sources `source_B`.
 
     Returns:
         The loss of each micro-batch, on the last pipeline stage; and metrics, the same on every
@@ -52,8 +54,15 @@ def update_once(
 
     run.student.zero_grad()
     outputs = run_forward_backward(run.student.model, micro_batches, forward_step, world=run.world)
-    longest, turns = run.config.sampling.max_new_tokens, run.config.max_turns
-    row_metrics = token_metrics(outputs, micro_batches, longest, groups, turns)
+    config = run.config
+    row_metrics = token_metrics(
+        outputs,
+        micro_batches,
+        config.sampling.max_new_tokens,
+        groups_of(config, source_B),
+        config.max_turns,
+        max_turns_of(config, source_B),
+    )
     pairs = list(zip(micro_batches, outputs, strict=True)) if outputs else []  # last stage only
     finite = [OnHost(finite_scores(*pair)) for pair in pairs]
     grad_norm = run.student.finish_grads()  # the host waits for the device here

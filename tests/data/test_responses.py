@@ -166,8 +166,11 @@ def test_quantiles_are_those_of_numpy():
 
 def episode(*turns: Turn, finish="stop", **fields) -> Rollout:
     """Its turns say the number 7 only."""
-    ids = (7,) * sum(turn.num_tokens for turn in turns)
-    return replace(rollout(ids, finish, **fields), turns=turns)
+    ids, prompt = (
+        (7,) * sum(turn.num_tokens for turn in turns),
+        Prompt("p", "", (1,), environment=""),
+    )
+    return replace(rollout(ids, finish, **fields), turns=turns, prompt=prompt)
 
 
 EPISODES = [
@@ -182,7 +185,7 @@ EPISODES = [
 
 
 def test_each_turn_is_a_response_and_the_reward_is_the_episodes():
-    values = rollout_metrics(EPISODES, 8, max_turns=4).values_by_key()
+    values = rollout_metrics(EPISODES, 8, max_turns={"": 4}).values_by_key()
     require_known(values)
     expected = {
         "response_length_mean": 16 / 4,
@@ -201,6 +204,7 @@ def test_each_turn_is_a_response_and_the_reward_is_the_episodes():
         "loop_token_share_q3": 0.0,
         "loop_token_share_q4": None,
         "turns_mean": 2.0,
+        "turns_max": 3.0,
         "episode_tokens_mean": 8.0,
         "episode_truncation_rate": 0.5,
         "repeated_turn_rate": 0.25,
@@ -213,6 +217,17 @@ def test_each_turn_is_a_response_and_the_reward_is_the_episodes():
     }
     assert {key: values[f"rollout/{key}"] for key in expected} == expected
     assert not any("turn_5" in key for key in values)
+
+
+def test_rollouts_of_sources_without_an_environment_have_no_part_in_the_numbers_of_turns():
+    plain = rollout([7] * 8, "length", 1.0)
+    values = rollout_metrics([*EPISODES, plain], 8, max_turns={"": 4}).values_by_key()
+    assert values["rollout/response_length_mean"] == 24 / 5
+    assert values["rollout/turns_mean"] == 2.0
+    assert values["rollout/response_length_mean_turn_1"] == 3.0
+    # its own budget is 8 tokens, of which each quarter has two
+    shares = [values[f"rollout/loop_token_share_q{n}"] for n in (1, 2, 3, 4)]
+    assert shares == [2 / 8, 10 / 10, 2 / 4, 1.0]
 
 
 def test_one_turn_has_no_numbers_of_turns():

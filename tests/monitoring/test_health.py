@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -220,3 +221,15 @@ def test_quarters_are_of_all_turns_of_an_episode():
     assert advantages == [-0.5, 0.5, None, -3.0]
     assert [values[f"kl/teacher_turn_{part}"] for part in ("1", "2", "3_4")] == [0.5, -0.5, 3.0]
     assert "kl/teacher_turn_5_8" not in values
+
+
+def test_samples_without_an_environment_have_no_part_by_turn_and_quarters_of_one_turn():
+    turn_N, index_N = torch.tensor([0, 1, 0, 0, 0, 0]), torch.tensor([3, 0, 1, 2, 0, 1])
+    of_sample = {"sample_index_N": torch.tensor([0, 0, 1, 1, 2, 2])}
+    batch = replace(MICROBATCH, turn_N=turn_N, index_in_turn_N=index_N, **of_sample)
+    turns_B = np.array([4, 1, 1])
+    values = token_metrics([OUTPUT], [batch], 4, max_turns=4, max_turns_B=turns_B)().values_by_key()
+    require_known(values)
+    assert [values[f"advantage/mean_{part}"] for part in ("turn_1", "turn_2")] == [-0.5, 0.5]
+    advantages = [values[f"advantage/mean_q{n}"] for n in (1, 2, 3, 4)]
+    assert advantages == [-0.5, -1.25, None, None]

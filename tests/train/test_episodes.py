@@ -118,7 +118,11 @@ def test_the_student_is_trained_on_what_it_sampled_in_each_turn(games):
     assert all(rollout.reward is not None for rollout in rollouts)
     rows = metrics_of(games / "alone")[1:]
     assert all(row["logprob/rollout_gap_max"] < 1e-5 for row in rows)
-    second = turns[12:24]  # no evaluation comes before it
+    first, second = turns[:12], turns[12:24]
+    assert rows[0]["rollout/turns_mean"] == sum(map(len, first)) / 12
+    assert rows[0]["kl/teacher_turn_3_4"] is not None
+    assert rows[2]["eval/turns_max"] == 3
+    # No evaluation comes before the second step.
     assert rows[1]["environment/steps"] == sum(len(each) + 1 for each in second)
 
 

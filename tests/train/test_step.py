@@ -71,7 +71,8 @@ def test_a_step_samples_at_its_cursor_updates_and_publishes(run):
         result = step.train_step(replace(run, engine=engine), TrainState(3, 6, 5, 7))
     assert collect.call_args.args[1] == TrainState(3, 6, 5, 7)
     ids = [p.prompt_id for p in run.prompts.select(run.order.indices(6, 2))]
-    assert engine.calls == [("generate", ids, run.sampling, 3), ("publish", 8)]
+    sampling = replace(run.sampling, training_step=3)
+    assert engine.calls == [("generate", ids, sampling, 3), ("publish", 8)]
     assert timed == ["rollout", "score", "update", "sync"]
     assert [r.prompt.prompt_id for r in result.rollouts] == [ids[0]] * 2 + [ids[1]] * 2
     assert {r.reward for r in result.rollouts} <= {0.0, 1.0}

@@ -28,6 +28,7 @@ from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
+from stable_opd_mcore.run_inputs import turns_by_environment
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.served_scores import begin_scoring
@@ -183,4 +184,5 @@ def measured(
     """`<area>/*` of this data-parallel rank's rollouts; one rank of each replica has them."""
     if dist.get_rank(run.world.model_group):
         return Metrics()
-    return rollout_metrics(rollouts, max_new_tokens, area, run.config.max_turns)
+    turns = turns_by_environment(run.config)
+    return rollout_metrics(rollouts, max_new_tokens, area, turns)

@@ -40,6 +40,12 @@ def groups_of(config: Config, source_B: NDArray[np.int64] | None) -> Groups:
     return groups
 
 
+def max_turns_of(config: Config, source_B: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+    """The most turns of the episode of each sample; None: of every one `config.max_turns`."""
+    turns = np.array([config.environment_of(each).longest for each in config.data.sources])
+    return None if source_B is None else turns[source_B]
+
+
 def source_metrics(config: Config, objective: Objective, facts: SampleFacts) -> Metrics:
     """Shares, accuracy and truncation of each group; `facts` are of all samples: do not reduce it.
 

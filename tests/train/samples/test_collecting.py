@@ -40,8 +40,8 @@ def test_prefetch_asks_for_the_prompts_of_this_rank_step_by_step(run):
     collecting.prefetch_rollouts(ahead, TrainState(step=3, cursor=6, weight_version=7))
     ids = [p.prompt_id for p in run.prompts.select(run.order.indices(6, 6))]
     assert engine.calls == [  # step 4 is the last one
-        ("prefetch", [ids[1]], run.sampling, 3, 7),
-        ("prefetch", [ids[4]], run.sampling, 4, 8),
+        ("prefetch", [ids[1]], replace(run.sampling, training_step=3), 3, 7),
+        ("prefetch", [ids[4]], replace(run.sampling, training_step=4), 4, 8),
     ]
     rollout.max_staleness = 0
     collecting.prefetch_rollouts(ahead, TrainState(step=3, cursor=6))
