@@ -42,6 +42,7 @@ DETECTORS: dict[str, Detector] = {
     TRUNCATION: Detector("rollout/truncation_rate", "higher", 0.1),
     "repetition": Detector("tokens/repetitive_share", "higher", 0.1, broken=True),
     "loop_advantage": Detector("advantage/abs_share_repetitive", "higher", 0.05, broken=True),
+    "actions": Detector("rollout/repeated_turn_rate", "higher", 0.15, broken=True),
     "accuracy": Detector("rollout/accuracy_finished", "lower", 0.1, broken=True),
     "length": Detector("rollout/response_length_mean", "higher", 0.0, relative=0.25),
     "teacher": Detector("kl/teacher", "higher", 0.05, relative=1.0),

@@ -42,6 +42,7 @@ def test_every_detector_reads_a_metric_that_runs_write():
         ("rollout/truncation_rate", 0.2, 0.29, 0.31),
         ("tokens/repetitive_share", 0.0, 0.09, 0.11),
         ("advantage/abs_share_repetitive", 0.0, 0.04, 0.06),
+        ("rollout/repeated_turn_rate", 0.1, 0.24, 0.26),
         ("rollout/response_length_mean", 100.0, 124.0, 126.0),
         ("kl/teacher", 0.2, 0.39, 0.41),
         ("kl/teacher", 0.01, 0.05, 0.07),
