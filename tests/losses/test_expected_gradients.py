@@ -52,13 +52,19 @@ class Policies:
             number = number * VOCAB + token + 1
         return number
 
-    def microbatch(self, objective: Objective, weights: Tensor | None = None) -> MicroBatch:
-        """Every sequence once; `weights`, or the student's probability, weigh all its tokens."""
+    def microbatch(
+        self, objective: Objective, weights: Tensor | None = None, observed: int | None = None
+    ) -> MicroBatch:
+        """Every sequence once; `weights`, or the student's probability, weigh all its tokens.
+
+        observed: the place of a token that the student did not sample.
+        """
         log_p, log_q = self.student.log_softmax(1), self.teacher.log_softmax(1)
         rows = [
-            (index, t, self.state(sequence[:t]), sequence[t])
+            (index, t - (observed is not None and t > observed), self.state(sequence[:t]), token)
             for index, sequence in enumerate(self.sequences)
-            for t in range(len(sequence))
+            for t, token in enumerate(sequence)
+            if t != observed
         ]
         sample, token, state, target = (torch.tensor(column) for column in zip(*rows, strict=True))
         logprob = log_p[state, target]
@@ -140,6 +146,28 @@ def test_discount_1_has_the_gradient_of_the_sequence_kl():
     expected = visits[:, None] * kl_gradient(policies.student, policies.teacher)
     torch.testing.assert_close(token_level, expected)
     assert (token_level - logits.grad).abs().max() > 0.05
+
+
+def test_discount_1_has_the_gradient_of_the_episode_kl_whatever_the_environment_answers():
+    """A token of the student, an answer that depends on it, and another token of the student.
+
+    The environment's probabilities are the same under both policies, so they cancel in the KL.
+    """
+    policies = Policies.of(3)
+    answers = table(VOCAB, seed=9).log_softmax(1)
+    logits = policies.student.clone().requires_grad_()
+    first, answer, second = torch.tensor(policies.sequences).unbind(1)
+    after = torch.tensor([policies.state(sequence[:2]) for sequence in policies.sequences])
+    own, other = (
+        log_p[0, first] + answers[first, answer] + log_p[after, second]
+        for log_p in (logits.log_softmax(1), policies.teacher.log_softmax(1))
+    )
+    torch.testing.assert_close(own.exp().sum().item(), 1.0)
+    (own.exp() * (own - other)).sum().backward()
+    for changes in ({}, {"objective__advantage__control_variate": True}):
+        objective = build_objective(make_config(objective__discount=1.0, **changes), (0,), (0,))
+        batch = policies.microbatch(objective, own.detach().exp(), observed=1)
+        torch.testing.assert_close(policies.differentiate(objective, batch), logits.grad)
 
 
 def merged_kl_gradient(policies: Policies, stop_ids: tuple[int, ...]) -> Tensor:

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.losses.objectives import build_objective
 from stable_opd_mcore.losses.token_weights import return_to_go
 from stable_opd_mcore.records import Sample
 from stable_opd_mcore.sample_facts import SampleWeights
 from tests.losses.cases import make_config
-from tests.shares import facts_of
+from tests.shares import facts_of, weights_of, with_gaps
 
 
 def sample(prompt: str, length: int, kind="rollout", masked=(), reward=None, first=3) -> Sample:
@@ -201,6 +202,20 @@ def test_returns_are_discounted_sums_in_any_order(discount, length):
     ]
     torch.testing.assert_close(found, torch.tensor(expected).double())
     assert return_to_go(values[:0], sample[:0], token[:0], discount).shape == (0,)
+
+
+def test_returns_pass_over_observed_tokens():
+    """They have no value, and add nothing to the distance between two sampled ones."""
+    samples = [with_gaps(sample("a", length)) for length in (7, 1, 11)]
+    (batch,) = pack(samples, weights_of(samples, pg=1.0), max_tokens=99)
+    values = torch.randn(len(batch.rows_N), dtype=torch.float64)
+    found = return_to_go(values, batch.sample_index_N, batch.token_index_N, 0.5)
+    places = list(zip(batch.sample_index_N.tolist(), batch.rows_N.tolist(), strict=True))
+    for (number, row), value in zip(places, found.tolist(), strict=True):
+        later = [n for n, place in enumerate(places) if place[0] == number and place[1] >= row]
+        later.sort(key=lambda n: places[n][1])
+        terms = [float(values[n]) * 0.5**distance for distance, n in enumerate(later)]
+        assert value == pytest.approx(sum(terms))
 
 
 def test_every_source_has_a_normaliser_of_its_own():
