@@ -228,6 +228,44 @@ def test_every_request_asks_for_the_next_token_of_a_sample(tmp_path):
     dispatcher.close()
 
 
+def test_an_environment_may_answer_during_a_pause_and_after_its_episode_is_dropped(tmp_path):
+    client = AbortableServer()
+    client.end()
+    dispatcher = Dispatcher(fleet_over(tmp_path, client))
+    kept, dropped = prompts_of([request(), request(num_samples=2)])
+    asked: queue.Queue[Future[Observation]] = queue.Queue()
+
+    def ask(episode: Episode) -> Future[Observation]:
+        answer = Future[Observation]()
+        asked.put(answer)
+        return answer
+
+    kept.observe = dropped.observe = ask
+    dispatcher.submit([kept])
+    answer = asked.get(timeout=30)
+    dispatcher.pause(abort=True)  # waits for no environment
+    answer.set_result(Observation((8,)))
+    assert kept.episodes[0].is_open
+    assert len(client.requests) == 1
+    dispatcher.resume()
+    answer = asked.get(timeout=30)
+    assert client.requests[1].token_ids.tolist() == [1, 2, 2, 8]
+
+    dispatcher.submit([dropped])
+    late = [asked.get(timeout=30) for _ in dropped.episodes]
+    dispatcher.pause(abort=True)
+    dispatcher.drop([dropped])
+    late[0].set_result(Observation((8,)))
+    dispatcher.resume()
+    late[1].set_exception(KeyError("door"))
+    answer.set_result(Observation(finish_reason="stop"))
+    dispatcher.wait([kept])
+    assert kept.is_done
+    assert all(episode.awaits_observation for episode in dropped.episodes)
+    assert len(client.requests) == 4
+    dispatcher.close()
+
+
 def test_a_teacher_is_asked_about_finished_responses_while_others_are_sampled(tmp_path):
     """Not those that were interrupted; the last one before `wait` returns."""
     first, second = AbortableServer(), AbortableServer()
