@@ -9,12 +9,14 @@ import pytest
 from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.samples import golden_samples, rollout_samples
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.metrics import Sum
 from stable_opd_mcore.records import FinishReason, Prompt, Sampling
 from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.interaction import Interaction
-from tests.data.real_tokenizers import QWEN3, QWEN25, R1, real_tokenizer
+from tests.data.real_tokenizers import QWEN3, QWEN25, R1, THINKING, real_tokenizer
+from tests.data.test_messages import CALL, FOUR, THOUGHT, TOOL, TWO, golden_prompt, said_of
 
 FILE = """
 def episode(row, seed):
@@ -88,6 +90,31 @@ def test_appended_turns_are_exactly_what_was_sampled(name, interact):
         tokenizer.render_turns([ASK])
         + f"{thought}<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\nend"
     )
+
+
+@pytest.mark.parametrize("name", [QWEN3, THINKING, R1])
+def test_a_golden_transcript_is_the_rollout_of_its_texts(name, interact, tmp_path):
+    tokenizer = real_tokenizer(name)
+    interaction = interact(tokenizer)
+    go_on = {"role": "user", "content": "Go on."}
+    conversations = [([ASK, THOUGHT, go_on, TWO, go_on, FOUR], "Go on.")]
+    if name != R1:  # its template has no tool messages after a turn
+        conversations.append(([ASK, CALL, TOOL, TWO], [{"role": "tool", "content": "2"}]))
+    for turns, then in conversations:
+        prompt = golden_prompt(tmp_path, tokenizer, *turns, golden_turns="all")
+        (golden,) = golden_samples([prompt])
+        row = {"first": None, "then": then}
+        played = replace(prompt, environment="", columns=row, slot=len(turns))
+        episode = Episode.begin(played, 0, 0)
+        for turn in turns[1::2]:
+            episode = followed(interaction, episode)
+            text = tokenizer.response_text(said_of(turn), tokenizer.decode(episode.context))
+            episode = said(episode, tokenizer, text)
+        (sampled,) = rollout_samples([episode.rollout()])
+        assert golden.token_ids.tolist() == sampled.token_ids.tolist()
+        assert golden.places.tolist() == sampled.places.tolist()
+        assert golden.turns.tolist() == sampled.turns.tolist()
+        assert golden.num_prompt_tokens == sampled.num_prompt_tokens
 
 
 def test_the_templates_own_history_begins_a_context_where_it_drops_thoughts(interact):
