@@ -48,6 +48,13 @@ OBJECTIVES = {
     "own": {"name": f"{MARGIN}:pairwise_margin", "top_k": 6},
     "lsm, served": {"name": "lsm", "top_k": 6},
 }
+# On one rank only.
+OF_TRANSCRIPTS = {
+    "opd": {"name": "opd"},
+    "own": OBJECTIVES["own"],
+    "gkd": OBJECTIVES["gkd"],
+    "lsm": {"name": "lsm", "top_k": 6},
+}
 
 
 def make_samples() -> Given:
@@ -116,7 +123,7 @@ def test_slices_give_the_losses_and_gradients_of_whole_sequences(tmp_path: Path)
     run_ranks(4, check_layouts, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["opd", "own", "gkd"])
+@pytest.mark.parametrize("name", OF_TRANSCRIPTS)
 def test_a_transcript_has_the_gradient_of_its_turns_after_the_text_before(tmp_path, name) -> None:
     """Three sampled pieces between observed ones, each as the response to all that precedes it."""
     ids = random.Random(1).choices(range(VOCAB), k=40)
@@ -139,6 +146,24 @@ def test_a_transcript_has_the_gradient_of_its_turns_after_the_text_before(tmp_pa
         assert error <= 1e-5 * value.abs().max(), f"{key}: {error:.1e} of {value.abs().max():.1e}"
 
 
+def test_an_observed_token_changes_the_values_of_later_tokens_only(tmp_path) -> None:
+    """No loss reads it as a target: after the last turn it changes nothing at all."""
+    world = start_world(ParallelConfig(), seed=0)
+    ids, places = random.Random(1).choices(range(VOCAB), k=24), [*range(6, 11), *range(15, 20)]
+    found = []
+    for changed in (range(0), range(20, 24), range(11, 15)):
+        tokens = [(one + 1) % VOCAB if place in changed else one for place, one in enumerate(ids)]
+        samples = [Sample("rollout", "p:0", tokens, places, 6, (True,) * len(places))]
+        found.append(train_once(world, "opd", tmp_path, (samples, weights_of(samples, 0.3, 0.2))))
+    stop_world()
+    expected, after_the_last_turn, between_turns = found
+    for key, value in expected.items():
+        assert torch.equal(after_the_last_turn[key], value), key
+        if key.endswith("_N"):
+            changes = (between_turns[key] != value)[0, : len(places)]
+            assert changes.tolist() == [False] * 5 + [True] * 5, key
+
+
 def check_layouts(rank: int, world_size: int, path: Path) -> None:
     one_rank = torch.load(path / "one_rank.pt")
     for layout, sizes in LAYOUTS.items():
@@ -153,7 +178,7 @@ def check_layouts(rank: int, world_size: int, path: Path) -> None:
 
 def train_once(world: World, name: str, path: Path, given: Given) -> dict[str, Tensor]:
     """One forward and backward over all samples: sums of losses, values per token, gradients."""
-    config = tiny_config(path, "context", objective=OBJECTIVES.get(name, {"name": name}))
+    config = tiny_config(path, "context", objective=(OBJECTIVES | OF_TRANSCRIPTS)[name])
     objective = build_objective(config, [1], [1])
     student = Student(
         build_model(
@@ -219,7 +244,8 @@ def summed(world: World, outputs: list[LossOutput], batches: list[MicroBatch]) -
     """Sums over all ranks: the parts of the loss [], and its values per sample and token [S, T]."""
     longest = max(response for _, response in SIZES)
     found = {key: torch.zeros(()) for key in ("pg", "kl", "sft")}
-    for key in ("student_logprob_N", "advantage_N", "kl_reference_N", "kl_teacher_N"):
+    keys = ("student_logprob_N", "advantage_N", "entropy_N", "kl_reference_N", "kl_teacher_N")
+    for key in keys:
         found[key] = torch.zeros(len(SIZES), longest)
     if outputs and world.tensor_rank == 0:
         for output, batch in zip(outputs, batches, strict=True):
