@@ -25,7 +25,8 @@ from stable_opd_mcore.data.vocabulary import same_vocabulary
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
 from stable_opd_mcore.losses.objectives import Objective
-from stable_opd_mcore.models.families import Architecture, read_architecture, read_fields
+from stable_opd_mcore.models.config_fields import decoder_settings, read_fields
+from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
 _OF_THE_RUN = ""  # Prompt.environment where the run's own settings hold, not a source's
@@ -124,7 +125,7 @@ def _teacher_window(config: Config) -> int | None:
         return configured_architecture(config.teacher_model or teacher).max_positions
     if teacher.path is None or not (Path(teacher.path) / "config.json").is_file():
         return None
-    window = read_fields(teacher.path)[1].get("max_position_embeddings")
+    window = decoder_settings(read_fields(teacher.path)[1]).get("max_position_embeddings")
     return window - UNUSED_POSITIONS if type(window) is int else None
 
 

@@ -45,9 +45,9 @@ def test_window_and_rope_theta_of_the_settings_replace_those_of_the_model(tmp_pa
     changes = {"window": 256, "rope_theta": 40000.0}
     config = tiny_config(tmp_path, "run", student=changes, teacher={"window": 512})
     student = configured_architecture(config.student)
-    assert (student.max_positions, student.rope_theta) == (256, 40000.0)
+    assert (student.max_positions, student.rotary.theta) == (256, 40000.0)
     assert configured_architecture(config.teacher).max_positions == 512
-    assert configured_architecture(config.teacher).rope_theta == 10000.0
+    assert configured_architecture(config.teacher).rotary.theta == 10000.0
 
 
 def test_hub_ids_are_downloaded_at_their_commit_without_code(tmp_path, monkeypatch):

@@ -19,7 +19,8 @@ from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.samples import golden_samples
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.objectives import Objective, build_objective
-from stable_opd_mcore.models.families import Architecture, read_fields
+from stable_opd_mcore.models.config_fields import decoder_settings, read_fields
+from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.planning.hardware import DEVICES, Cluster
 from stable_opd_mcore.planning.plan import Plan, make_plan
 from stable_opd_mcore.records import Sample
@@ -169,7 +170,7 @@ class RunInputs:
             tokenizer=tokenizer,
             stop_ids=stops,
             stop_sources=sources,
-            settings={} if source is None else read_fields(source)[1],
+            settings={} if source is None else decoder_settings(read_fields(source)[1]),
             prompt_template=self.config.data.prompt_template,
             system_prompt=self.config.data.system_prompt,
         )

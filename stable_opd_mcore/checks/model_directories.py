@@ -6,6 +6,7 @@ from pathlib import Path
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
+from stable_opd_mcore.models.config_fields import decoder_settings
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.unread_settings import unread_keys
 
@@ -25,7 +26,8 @@ def teacher_settings(inputs: RunInputs) -> Iterator[Finding]:
 
 def _unread_settings(role: str, architecture: Architecture) -> Iterator[Finding]:
     if keys := unread_keys(architecture.source):
-        values = ", ".join(f"{key}={architecture.source[key]!r:.60}" for key in keys)
+        settings = decoder_settings(architecture.source)
+        values = ", ".join(f"{key}={settings[key]!r:.60}" for key in keys)
         yield finding("unread-settings", role=role, values=values)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from stable_opd_mcore.data.chat import Tokenizer, stop_sources
 from stable_opd_mcore.data.vocabulary import RenamedToken, same_vocabulary
-from stable_opd_mcore.models.families import read_fields
+from stable_opd_mcore.models.config_fields import decoder_settings, read_fields
 
 EXAMPLE = "1+1"  # a problem that the synthetic tokenizer can encode too
 
@@ -88,11 +88,12 @@ class Pair:
 def read_model(role: str, path: str) -> ModelFiles:
     """A model directory; one without config.json has no settings."""
     tokenizer = Tokenizer.load(path)
+    settings = read_fields(path)[1] if (Path(path) / "config.json").is_file() else {}
     return ModelFiles(
         role=role,
         place=path,
         tokenizer=tokenizer,
         stop_ids=tokenizer.stop_token_ids,
         stop_sources=stop_sources(path, tokenizer),
-        settings=read_fields(path)[1] if (Path(path) / "config.json").is_file() else {},
+        settings=decoder_settings(settings),
     )

@@ -43,10 +43,10 @@ def rotary_base(inputs: RunInputs) -> Iterator[Finding]:
     student = inputs.architecture
     needed = inputs.config.sampling.max_new_tokens
     raised = student.max_positions > _USUAL_WINDOW and needed > _USUAL_WINDOW
-    if raised and student.rope_theta <= _USUAL_THETA and student.rope_scaling is None:
+    if raised and student.rotary.theta <= _USUAL_THETA and student.rotary.scaling is None:
         yield finding(
             "rotary-base",
-            theta=student.rope_theta,
+            theta=student.rotary.theta,
             usual=_USUAL_WINDOW,
             described=_window(student),
             needed=needed,
@@ -95,5 +95,5 @@ def support(inputs: RunInputs) -> None:
 
 
 def _window(model: Architecture) -> str:
-    scaling = "" if model.rope_scaling is None else f", rope scaling {model.rope_scaling.kind}"
-    return f"{model.max_positions} (rope_theta {model.rope_theta:g}{scaling})"
+    scaling = "" if model.rotary.scaling is None else f", rope scaling {model.rotary.scaling.kind}"
+    return f"{model.max_positions} (rope_theta {model.rotary.theta:g}{scaling})"

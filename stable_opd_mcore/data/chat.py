@@ -331,7 +331,9 @@ def stop_sources(model_dir: str | Path | None, tokenizer: Tokenizer) -> dict[str
 def _eos_of(path: Path) -> tuple[int, ...]:
     if not path.is_file():
         return ()
-    eos = read_json_object(path).get("eos_token_id")
+    record = read_json_object(path)
+    text = record.get("text_config") or {}  # of a model with other parts
+    eos = record.get("eos_token_id", text.get("eos_token_id"))
     ids = eos if isinstance(eos, list) else [eos]
     if not all(token is None or type(token) is int for token in ids):
         raise DataError(

@@ -35,6 +35,14 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore
 
 
+class ZeroCentredRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 1.0 + self.weight.float()
+        return F.rms_norm(x.float(), self.normalized_shape, factor, self.eps).to(x.dtype)
+
+
 @dataclass(frozen=True)
 class Buckets:
     """T packed tokens laid out as a few rectangles [sequences, longest], each attended to at once.
@@ -155,12 +163,17 @@ class TorchSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Each sequence's causal attention to itself, [T, 1, H] or its sequence-parallel slice."""
         assert attention_mask is None, "a mask would hide nothing else in packed sequences"
-        query, key, value = cast(
-            tuple[Tensor, Tensor, Tensor], self.get_query_key_value_tensors(hidden_states, None)
+        is_gated: bool = self.config.attention_output_gate
+        query, key, value, *gates = cast(
+            tuple[Tensor, ...],
+            self.get_query_key_value_tensors(hidden_states, None, output_gate=is_gated),
         )
         heads = (rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), value)
         buckets, keys = packed_seq_params.buckets, packed_seq_params.keys
-        return self.linear_proj(_packed(*heads, buckets=buckets, keys=keys))
+        output = _packed(*heads, buckets=buckets, keys=keys)
+        for gate in gates:
+            output = output * gate.flatten(2).sigmoid()
+        return self.linear_proj(output)
 
 
 def _packed(
@@ -182,20 +195,26 @@ def _packed(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
         parts.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
-    output_P = torch.cat(parts) if len(parts) > 1 else parts[0]
-    if buckets.cell_of_token_T is not None:
-        output_P = output_P.index_select(0, buckets.cell_of_token_T)
-    return output_P.unsqueeze(1)
+    return from_rectangles(parts, buckets).unsqueeze(1)
 
 
 def _rectangles(rows_T1: Tensor, buckets: Buckets) -> list[Tensor]:
     """[T, 1, heads, D] as one [sequences, heads, longest, D] per rectangle."""
-    rows_P = _to_cells(rows_T1.squeeze(1), buckets)
-    parts = rows_P.split([sequences * longest for sequences, longest in buckets.shapes])
-    return [
-        part.unflatten(0, shape).transpose(1, 2)
-        for part, shape in zip(parts, buckets.shapes, strict=True)
-    ]
+    return [part.transpose(1, 2) for part in to_rectangles(rows_T1.squeeze(1), buckets)]
+
+
+def to_rectangles(rows_T: Tensor, buckets: Buckets) -> list[Tensor]:
+    """[T, ...] as one [sequences, longest, ...] per rectangle."""
+    parts = _to_cells(rows_T, buckets).split([n * longest for n, longest in buckets.shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, buckets.shapes, strict=True)]
+
+
+def from_rectangles(parts: list[Tensor], buckets: Buckets) -> Tensor:
+    """[T, ...] of the cells of all rectangles, [sequences * longest, ...] each."""
+    rows_P = torch.cat(parts) if len(parts) > 1 else parts[0]
+    if buckets.cell_of_token_T is None:
+        return rows_P
+    return rows_P.index_select(0, buckets.cell_of_token_T)
 
 
 def _to_cells(rows_T: Tensor, buckets: Buckets) -> Tensor:

@@ -5,31 +5,40 @@ A new decoder family is an entry of FAMILIES, and of tensors.py if its tensors h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.json_files import read_json_object
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from stable_opd_mcore.models.config_fields import Fields, decoder_settings, read_fields
+from stable_opd_mcore.models.rotary_settings import Rotary, read_rotary
 
 
 @dataclass(frozen=True)
 class Family:
     """What differs between model types; all have pre-RMSNorm, SwiGLU and RoPE."""
 
-    sglang_class: str  # SGLang's name of the model class, for config.json's "architectures"
+    sglang_class: str  # SGLang's name of the decoder's class, for config.json's "architectures"
     qkv_bias: bool
     qk_norm: bool
     supported: Mapping[str, Any]  # the only implemented value of these keys, also their default
     expert_width: str | None = None  # the key of the experts' width; None: one dense MLP a layer
+    nested: bool = False  # settings in text_config, tensors in model.language_model
+    zero_centred_norms: bool = False  # they multiply by 1 + weight
+    gated_attention: bool = False  # q_proj also gives a gate for each query head's output
+    rotary_share: float = 1.0  # of a head's elements, where config.json does not say it
+    delta_nets: bool = False  # layers of type linear_attention have one instead of attention
+    # Tensors of other parts of the model begin with these: not built, copied on export
+    carried: tuple[str, ...] = ()
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the decoder's tensors begin with."""
+        return "model.language_model." if self.nested else "model."
 
 
+_ATTENTION = "full_attention"  # as `layer_types` names it
 _PLAIN = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -37,6 +46,16 @@ _PLAIN = {
     "quantization_config": None,
 }
 _NO_ATTENTION_BIAS = {"attention_bias": False}
+_QWEN3_5: dict[str, Any] = {
+    "qkv_bias": False,
+    "qk_norm": True,
+    "supported": _PLAIN | _NO_ATTENTION_BIAS | {"attn_output_gate": True, "output_gate_type": None},
+    "zero_centred_norms": True,
+    "gated_attention": True,
+    "rotary_share": 0.25,
+    "delta_nets": True,
+    "carried": ("model.visual.", "mtp."),
+}
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, supported=_PLAIN),
     "qwen3": Family(
@@ -52,6 +71,9 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM", qkv_bias=False, qk_norm=False, supported=_PLAIN | _NO_ATTENTION_BIAS
     ),
+    # Qwen3.5, 3.6 and 3.8: as published, and as transformers saves the text model by itself
+    "qwen3_5": Family("Qwen3_5ForCausalLM", nested=True, **_QWEN3_5),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_QWEN3_5),
 }
 
 
@@ -65,14 +87,34 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class RotaryScaling:
-    """Stretched rotary frequencies: "linear" divides all of them, "llama3" the low ones."""
+class DeltaNet:
+    """The sizes of a gated delta net. A key head serves equally many value heads."""
 
-    kind: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of one head, as is the next
+    value_dim: int
+    conv_width: int  # tokens that the convolution reads
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads of one key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of queries, keys and values, over which the convolution runs."""
+        return 2 * self.keys + self.values
 
 
 @dataclass(frozen=True)
@@ -90,10 +132,11 @@ class Architecture:
     vocab_size: int  # rows of the embedding as stored, which may exceed the tokenizer's
     max_positions: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RotaryScaling | None
+    rotary: Rotary
     tied: bool  # the output head is the embedding
     initializer_range: float
+    delta_net: DeltaNet | None  # of each layer in `delta_layers`
+    delta_layers: tuple[int, ...]  # layers without attention, from 0
     source: dict[str, Any] = field(compare=False, repr=False)  # config.json itself, for export
 
     @property
@@ -101,10 +144,21 @@ class Architecture:
         return FAMILIES[self.model_type]
 
     @property
-    def layer_products(self) -> int:
-        """Multiplications of one token in one layer, without the attention's scores and sums."""
-        heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
-        return heads * self.hidden_size + self.mlp_products
+    def num_attention_layers(self) -> int:
+        return self.num_layers - len(self.delta_layers)
+
+    @property
+    def products(self) -> int:
+        """Multiplications of one token in all layers, without the attention's scores and sums."""
+        heads = (2 + self.family.gated_attention) * self.num_attention_heads
+        attention = (heads + 2 * self.num_key_value_heads) * self.head_dim * self.hidden_size
+        mixers = self.num_attention_layers * attention
+        if (net := self.delta_net) is not None:
+            # z and outputs as wide as the values, decay and beta; the state is read twice, written
+            widths = net.channels + 2 * net.values + 2 * net.num_value_heads
+            layer = widths * self.hidden_size + 3 * net.values * net.key_dim
+            mixers += len(self.delta_layers) * layer
+        return mixers + self.num_layers * self.mlp_products
 
     @property
     def mlp_products(self) -> int:
@@ -117,7 +171,9 @@ class Architecture:
     @property
     def attention_length(self) -> float:
         """Tokens of a sequence whose causal attention multiplies as much as the rest of a layer."""
-        return self.layer_products / (self.num_attention_heads * self.head_dim)
+        return self.products / (
+            self.num_attention_layers * self.num_attention_heads * self.head_dim
+        )
 
 
 def read_architecture(
@@ -135,175 +191,137 @@ def read_architecture(
         UserError: no such file, not JSON, unknown model_type, a key missing or with a value that
             is not implemented. The message names the file and the key.
     """
-    origin, fields = read_fields(source)
-    fields = _changed(fields, window, rope_theta)
-    model_type = _supported_type(origin, fields)
-    count = partial(_count, origin, fields)
-    heads, groups, head_dim = _heads(origin, fields)
-    family = FAMILIES[model_type]
-    theta, scaling = _rotary(origin, fields)
+    origin, settings = read_fields(source)
+    family = _family(origin, settings)
+    settings = _changed(settings, window, rope_theta)
+    fields = Fields(origin, decoder_settings(settings))
+    _refuse_unsupported(fields, family)
+    heads, groups, head_dim = _heads(fields)
+    delta_layers = _delta_layers(fields, family)
     return Architecture(
-        model_type=model_type,
-        num_layers=count("num_hidden_layers"),
-        hidden_size=count("hidden_size"),
+        model_type=fields.values["model_type"],
+        num_layers=fields.count("num_hidden_layers"),
+        hidden_size=fields.count("hidden_size"),
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=head_dim,
-        ffn_hidden_size=count(family.expert_width or "intermediate_size"),
-        experts=_experts(origin, fields) if family.expert_width else None,
-        vocab_size=count("vocab_size"),
-        max_positions=count("max_position_embeddings"),
-        rms_norm_eps=_number(origin, fields, "rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        ffn_hidden_size=fields.count(family.expert_width or "intermediate_size"),
+        experts=_experts(fields) if family.expert_width else None,
+        vocab_size=fields.count("vocab_size"),
+        max_positions=fields.count("max_position_embeddings"),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rotary=read_rotary(fields, head_dim, family.rotary_share),
         tied=bool(fields.get("tie_word_embeddings", False)),
-        initializer_range=_number(origin, fields, "initializer_range", 0.02),
-        source=dict(fields),
+        initializer_range=fields.number("initializer_range", 0.02),
+        delta_net=_delta_net(fields) if delta_layers else None,
+        delta_layers=delta_layers,
+        source=dict(settings),
     )
 
 
-def layout_refusal(
-    architecture: Architecture,
-    tensor: int,
-    pipeline: int,
-    num_chunks: int = 1,
-    *,
-    expert: int = 1,
-    sequence: bool = True,
-) -> str | None:
-    """Why these ranks, with `num_chunks` on each stage, cannot hold the model; None if they can."""
-    experts = architecture.experts
-    heads = ("num_attention_heads", "num_key_value_heads")
-    for name in heads if experts is not None else (*heads, "ffn_hidden_size"):
-        number = getattr(architecture, name)
-        if number % tensor:
-            return (
-                f"parallel.tensor={tensor} does not divide {name}={number} of this "
-                f"{architecture.model_type} model: choose a tensor size among "
-                f"{_divisors(architecture.num_key_value_heads)}"
-            )
-    stages = pipeline * num_chunks
-    if architecture.num_layers % stages:
-        return (
-            f"{architecture.num_layers} layers do not divide into parallel.pipeline={pipeline} x "
-            f"parallel.virtual_pipeline={num_chunks} = {stages} stages: choose a product among "
-            f"{_divisors(architecture.num_layers)}"
-        )
-    if experts is None:
-        return None
-    if experts.number % expert:
-        return (
-            f"parallel.expert={expert} does not divide the {experts.number} experts of this "
-            f"{architecture.model_type} model: choose among {_divisors(experts.number)}"
-        )
-    if tensor > 1 and not sequence:
-        return (
-            f"parallel.tensor={tensor} with parallel.sequence=false: every tensor rank would send "
-            f"the same tokens to the experts of this {architecture.model_type} model; set "
-            "parallel.sequence=true"
-        )
-    return None
-
-
-def _supported_type(origin: str, fields: Mapping[str, Any]) -> str:
-    """The model_type, where the config switches nothing on that its family lacks."""
-    model_type = fields.get("model_type")
+def _family(origin: str, settings: Mapping[str, Any]) -> Family:
+    model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(
             f"{origin}: model_type {model_type!r} is not supported; "
             f"take a model of one of these types: {', '.join(sorted(FAMILIES))}"
         )
-    family = FAMILIES[model_type]
+    if FAMILIES[model_type].nested and not isinstance(settings.get("text_config"), Mapping):
+        raise UserError(f"{origin}: no text_config, which a {model_type} config needs; add it")
+    return FAMILIES[model_type]
+
+
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
+    """Raise a UserError for a setting that switches something on which the family lacks."""
+    model_type = fields.values["model_type"]
     for key, wanted in family.supported.items():
         if fields.get(key, wanted) != wanted:
             raise UserError(
-                f"{origin}: {key}={fields[key]!r} is not supported for {model_type}; "
+                f"{fields.origin}: {key}={fields.values[key]!r} is not supported for {model_type}; "
                 f"expected {wanted!r}; correct config.json if the weights are not of that kind, "
                 "else take another model"
             )
-    layers = fields.get("layer_types") or ()
-    if any(layer != "full_attention" for layer in layers):
+    known = {_ATTENTION} | ({"linear_attention"} if family.delta_nets else set())
+    layers = set(map(str, fields.get("layer_types") or ()))
+    if not layers <= known:
         raise UserError(
-            f"{origin}: layer_types={sorted(set(map(str, layers)))} is not supported for "
-            f"{model_type}; expected full_attention in every layer: take another model"
+            f"{fields.origin}: layer_types={sorted(layers)} is not supported for {model_type}; "
+            f"expected {' or '.join(sorted(known))} in every layer: take another model"
         )
-    return model_type
 
 
-def _heads(origin: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
+def _delta_layers(fields: Fields, family: Family) -> tuple[int, ...]:
+    """The layers with a gated delta net instead of attention, from 0."""
+    if not family.delta_nets:
+        return ()
+    number = fields.count("num_hidden_layers")
+    types = fields.get("layer_types")
+    if types is None:
+        every = fields.count("full_attention_interval", 4)
+        types = [_ATTENTION if (i + 1) % every == 0 else "linear_attention" for i in range(number)]
+    if len(types) != number or _ATTENTION not in types:
+        raise UserError(
+            f"{fields.origin}: layer_types has {len(types)} layers, {types.count(_ATTENTION)} of "
+            f"them {_ATTENTION}; expected {number} (num_hidden_layers), at least one of them "
+            f"{_ATTENTION}: correct config.json"
+        )
+    return tuple(i for i, kind in enumerate(types) if kind != _ATTENTION)
+
+
+def _delta_net(fields: Fields) -> DeltaNet:
+    net = DeltaNet(
+        num_key_heads=fields.count("linear_num_key_heads"),
+        num_value_heads=fields.count("linear_num_value_heads"),
+        key_dim=fields.count("linear_key_head_dim"),
+        value_dim=fields.count("linear_value_head_dim"),
+        conv_width=fields.count("linear_conv_kernel_dim"),
+    )
+    if net.num_value_heads % net.num_key_heads:
+        raise UserError(
+            f"{fields.origin}: linear_num_value_heads={net.num_value_heads} is not a multiple of "
+            f"linear_num_key_heads={net.num_key_heads}; correct config.json"
+        )
+    return net
+
+
+def _heads(fields: Fields) -> tuple[int, int, int]:
     """Attention heads, heads of keys and values, and the size of one."""
-    heads = _count(origin, fields, "num_attention_heads")
-    hidden = _count(origin, fields, "hidden_size")
-    if fields.get("head_dim") is None and hidden % heads:
+    origin, head_dim = fields.origin, fields.get("head_dim")
+    heads = fields.count("num_attention_heads")
+    hidden = fields.count("hidden_size")
+    if head_dim is None and hidden % heads:
         raise UserError(
             f"{origin}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}: "
             "set head_dim"
         )
-    groups = _count(origin, fields, "num_key_value_heads", heads)
+    groups = fields.count("num_key_value_heads", heads)
     if heads % groups:
         raise UserError(
             f"{origin}: num_attention_heads={heads} is not a multiple of "
             f"num_key_value_heads={groups}; correct config.json"
         )
-    return heads, groups, fields.get("head_dim") or hidden // heads
+    return heads, groups, head_dim or hidden // heads
 
 
-def _experts(origin: str, fields: Mapping[str, Any]) -> Experts:
+def _experts(fields: Fields) -> Experts:
     # transformers 5 writes num_local_experts; published files have num_experts.
-    key = "num_local_experts" if "num_local_experts" in fields else "num_experts"
-    number = _count(origin, fields, key)
-    per_token = _count(origin, fields, "num_experts_per_tok")
+    key = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
+    number = fields.count(key)
+    per_token = fields.count("num_experts_per_tok")
     if per_token > number:
         raise UserError(
-            f"{origin}: num_experts_per_tok={per_token} exceeds num_experts={number}; correct "
-            "config.json"
+            f"{fields.origin}: num_experts_per_tok={per_token} exceeds num_experts={number}; "
+            "correct config.json"
         )
     return Experts(number, per_token, normalised=bool(fields.get("norm_topk_prob", False)))
 
 
-def rotary_frequencies(architecture: Architecture) -> Tensor:
-    """Radians per position, fp32 [head_dim / 2], as transformers defines each rope_type."""
-    import torch  # takes seconds, which plans do without
-
-    size = architecture.head_dim
-    frequencies = architecture.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
-    scaling = architecture.rope_scaling
-    if scaling is None:
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    # llama3: stretch wavelengths beyond the original window, keep short ones, blend between.
-    wavelengths = 2 * math.pi / frequencies
-    turns = scaling.original_max_positions / wavelengths
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return frequencies * (blend + (1 - blend) / scaling.factor)
-
-
-def read_fields(source: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The fields of a config.json, unchecked, and its name for errors.
-
-    Raises:
-        UserError: no such file, too large a one, or no JSON object in it.
-    """
-    if isinstance(source, Mapping):
-        return "architecture", source
-    path = Path(source)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        raise UserError(
-            f"{path}: no such file; give a model directory, with config.json and safetensors"
-        )
-    if path.suffix != ".json":
-        raise UserError(f"{path}: a file; give a directory with config.json and safetensors")
-    return str(path), read_json_object(path)
-
-
 def _changed(
-    fields: Mapping[str, Any], window: int | None, rope_theta: float | None
+    settings: Mapping[str, Any], window: int | None, rope_theta: float | None
 ) -> Mapping[str, Any]:
-    changed = dict(fields)
+    if "text_config" in settings:
+        return {**settings, "text_config": _changed(settings["text_config"], window, rope_theta)}
+    changed = dict(settings)
     if window is not None:
         changed["max_position_embeddings"] = window
     if rope_theta is not None:
@@ -317,66 +335,3 @@ def _changed(
         if "rope_theta" in changed or not holders:
             changed["rope_theta"] = rope_theta
     return changed
-
-
-def _count(origin: str, fields: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = fields.get(key, default)
-    if value is None:
-        raise UserError(f"{origin}: no {key}, which a {fields['model_type']} config needs; add it")
-    if type(value) is not int or value < 1:
-        raise UserError(f"{origin}: {key}={value!r} should be a positive whole number")
-    return value
-
-
-def _number(origin: str, fields: Mapping[str, Any], key: str, default: float) -> float:
-    value = fields.get(key, default)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise UserError(f"{origin}: {key}={value!r} should be a positive number")
-    return float(value)
-
-
-def _rotary(origin: str, fields: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise UserError(f"{origin}: rope_parameters={given!r} should be an object")
-    scaling = fields.get("rope_scaling") or given
-    if _rotary_kind(scaling) != _rotary_kind(given):
-        raise UserError(
-            f"{origin}: rope_parameters={given} and rope_scaling={fields['rope_scaling']} differ; "
-            "keep the right one"
-        )
-    holder = given if "rope_theta" in given else fields
-    if holder.get("rope_theta") is None:
-        raise UserError(f"{origin}: no rope_theta, nor one in rope_parameters; add it")
-    theta = _number(origin, holder, "rope_theta", 0.0)
-    kind = _rotary_kind(given)["rope_type"]
-    if kind == "default":
-        return theta, None
-    if kind not in ("linear", "llama3"):
-        raise UserError(
-            f"{origin}: rope_type {kind!r} is not supported; expected default, linear or llama3: "
-            "take another model"
-        )
-    if "factor" not in given:
-        raise UserError(f"{origin}: no factor, which rope_type {kind!r} needs; add it")
-    return theta, RotaryScaling(
-        kind=kind,
-        factor=_number(origin, given, "factor", 1.0),
-        low_freq_factor=_number(origin, given, "low_freq_factor", 1.0),
-        high_freq_factor=_number(origin, given, "high_freq_factor", 4.0),
-        original_max_positions=int(
-            _number(origin, given, "original_max_position_embeddings", 8192)
-        ),
-    )
-
-
-def _rotary_kind(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling that `rope_parameters` or `rope_scaling` names, in one spelling."""
-    kind = given.get("rope_type", given.get("type", "default"))
-    other = {k: v for k, v in given.items() if k not in ("type", "rope_type", "rope_theta")}
-    return {"rope_type": kind, **other}
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stable_opd_mcore.config.training import Fp8, Recompute
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import Architecture, layout_refusal, rotary_frequencies
+from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.fp8 import (
     MULTIPLE,
     megatron_settings,
@@ -22,10 +22,11 @@ from stable_opd_mcore.models.fp8 import (
     refuse_fp8_on_device,
 )
 from stable_opd_mcore.models.hidden_states import FactorList, HiddenStatesGPTModel
+from stable_opd_mcore.models.layout_refusal import layout_refusal
 from stable_opd_mcore.models.linear import emulate_fp8
 from stable_opd_mcore.models.rotary import RotaryByPosition
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
-from stable_opd_mcore.models.weights import mark_shards, random_weights
+from stable_opd_mcore.models.weights import described_parameters, mark_shards, random_weights
 from stable_opd_mcore.parallel.world import World
 
 Precision = Literal["fp32", "bf16"]
@@ -81,6 +82,7 @@ def _refuse_unfit(
         world.tensor_size,
         world.pipeline_size,
         world.num_chunks,
+        context=world.context_size,
         expert=world.expert_size,
         sequence=world.sequence_parallel,
     )
@@ -124,6 +126,9 @@ def transformer_config(
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=architecture.family.qkv_bias,
+        attention_output_gate=architecture.family.gated_attention,
+        layernorm_zero_centered_gamma=architecture.family.zero_centred_norms,
+        hetereogenous_dist_checkpoint=architecture.delta_net is not None,  # Megatron's spelling
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=architecture.initializer_range,
@@ -215,14 +220,14 @@ def _build_chunk(
     vp_stage = stage if world.virtual_pipeline is not None else None
     chunk = HiddenStatesGPTModel(
         config,
-        layer_spec(config, vp_stage, world.pipeline_rank),
+        layer_spec(config, architecture, vp_stage, world.pipeline_rank),
         vocab_size=-(-architecture.vocab_size // world.tensor_size) * world.tensor_size,
         max_sequence_length=architecture.max_positions,
         pre_process=world.pipeline_rank == 0 and stage == 0,
         post_process=world.is_last_stage and stage == world.num_chunks - 1,
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="rope",
-        rotary_base=int(architecture.rope_theta),
+        rotary_base=int(architecture.rotary.theta),
         pg_collection=world.groups,
         vp_stage=vp_stage,
     )
@@ -231,7 +236,10 @@ def _build_chunk(
     leave_out_activations(chunk)
     _forget_routing(chunk)
     chunk.to(config.params_dtype)
-    frequencies = rotary_frequencies(architecture)
+    for _, weight, entry in described_parameters([chunk]):
+        if entry.fp32:
+            weight.data = weight.data.float()
+    frequencies = architecture.rotary.frequencies()
     if transformer_engine_is_usable():
         chunk.rotary_pos_emb.inv_freq = frequencies.to(world.device)
     else:

@@ -126,7 +126,9 @@ def _packed_sequences(microbatch: MicroBatch, model: HiddenStatesGPTModel) -> Pa
         "max_seqlen_q": microbatch.max_seqlen,
         "max_seqlen_kv": microbatch.max_seqlen,
     }
-    if isinstance(model.rotary_pos_emb, RotaryByPosition):
+    # A gated delta net takes rectangles with Transformer Engine's attention, too.
+    has_rectangles = model.architecture.delta_net is not None
+    if has_rectangles or isinstance(model.rotary_pos_emb, RotaryByPosition):
         return PackedSequences.of(microbatch.cu_seqlens, microbatch.positions_T, group, **described)
     if group.size() > 1:  # Transformer Engine needs both; here a sequence's end includes padding
         described["cu_seqlens_q_padded"] = described["cu_seqlens_kv_padded"] = microbatch.cu_seqlens

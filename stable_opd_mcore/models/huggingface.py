@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ from stable_opd_mcore.parallel.world import gather_objects
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors")  # kinds of files of weights
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _BLOCKS, _ROWS = 16, 64  # parts of the head that are compared with a tied embedding
 _DTYPES = ("F32", "BF16", "F16", "F64")  # safetensors' names
+_BF16 = "BF16"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -79,16 +80,36 @@ def check_hf(path: str | Path, architecture: Architecture) -> list[str]:
         return checkpoint.unread()
 
 
-def stored_dtypes(path: str | Path) -> set[str]:
-    """The types of all tensors in the files of a directory, in safetensors' names."""
+def stored_dtypes(path: str | Path, architecture: Architecture) -> set[str]:
+    """The types of the model's tensors in the files of a directory, in safetensors' names, without
+    those that are in fp32 in any model."""
+    entries = tensors.canonical_parameters(architecture)
     with _Checkpoint(Path(path)) as checkpoint:
-        return checkpoint.dtypes()
+        return {
+            checkpoint.dtype(name)
+            for entry in entries
+            if not entry.fp32
+            for name in entry.hf_names
+            if checkpoint.holds(name)
+        }
+
+
+def require_base(path: str | Path, architecture: Architecture) -> None:
+    """Raise a UserError for a directory without the tensors that an export has to copy."""
+    carried = architecture.family.carried
+    if carried and not any((Path(path) / file).is_file() for file in (_SINGLE, _INDEX)):
+        raise UserError(
+            f"{path}: neither {_SINGLE} nor {_INDEX}; an exported {architecture.model_type} model "
+            f"also has tensors that are not trained ({', '.join(carried)}), which are copied from "
+            "there: name the directory of the base model in Hugging Face's form"
+        )
 
 
 def export_hf(
     chunks: Sequence[Module],
     directory: str | Path,
     *,
+    base: str | Path | None = None,
     save_tokenizer: Callable[[Path], object] = lambda _: None,
     max_file_bytes: int = 5 * 1024**3,
 ) -> None:
@@ -97,6 +118,10 @@ def export_hf(
     Collective over all ranks; rank 0 writes. An existing `directory` is replaced once the new one
     is complete, with the tokenizer's files from `save_tokenizer`.
 
+    Args:
+        base: the model directory where training began. Its tensors of other parts of the model are
+            copied, and weights that are in fp32 in any model get the type that they have there.
+
     Raises:
         UserError: a weight is not finite, or the directory cannot be written.
     """
@@ -104,24 +129,54 @@ def export_hf(
     refuse_non_finite(chunks, f"{directory} is not written")
     if dist.get_rank() == 0:
         architecture, dtype = architecture_of(chunks), unwrap(chunks[0]).config.params_dtype
-        shapes = tensors.hf_shapes(architecture).items()
-        sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes}
-        try:
-            with atomic_directory(directory) as partial:
-                _write_tensors(chunks, sizes, partial, max_file_bytes)
-                write_config(architecture, dtype, partial)
-                save_tokenizer(partial)
-        except (OSError, SafetensorError) as error:
-            space = f"{describe_space(directory, sum(sizes.values()))}; make room there"
-            raise UserError(f"{directory}: cannot be written: {error}; {space}") from error
+        with ExitStack() as stack:
+            source = None
+            if base is not None and architecture.family.carried:
+                source = stack.enter_context(_Checkpoint(Path(base)))
+            types = _export_types(architecture, dtype, source)
+            shapes = tensors.hf_shapes(architecture).items()
+            sizes = {name: math.prod(shape) * types[name].itemsize for name, shape in shapes}
+            carried = {} if source is None else source.carried_bytes(architecture)
+            whole = _typed(chunks, types)
+            if source is not None:
+                whole = chain(whole, ((name, source.copy(name)) for name in carried))
+            try:
+                with atomic_directory(directory) as partial:
+                    _write_tensors(whole, sizes | carried, partial, max_file_bytes)
+                    write_config(architecture, dtype, partial)
+                    save_tokenizer(partial)
+            except (OSError, SafetensorError) as error:
+                needed = sum(sizes.values()) + sum(carried.values())
+                space = f"{describe_space(directory, needed)}; make room there"
+                raise UserError(f"{directory}: cannot be written: {error}; {space}") from error
     else:
         for _ in iter_hf_tensors(chunks):
             pass
     dist.barrier()
 
 
+def _export_types(
+    architecture: Architecture, dtype: torch.dtype, base: _Checkpoint | None
+) -> dict[str, torch.dtype]:
+    """The type in which each tensor is written."""
+    types: dict[str, torch.dtype] = {}
+    for entry in tensors.canonical_parameters(architecture):
+        for name in entry.hf_names:
+            as_others = base is not None and base.holds(name) and base.dtype(name) == _BF16
+            types[name] = torch.float32 if entry.fp32 and not as_others else dtype
+    return types
+
+
+def _typed(chunks: Sequence[Module], types: dict[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in iter_hf_tensors(chunks):
+        yield name, tensor.to(types[name])
+
+
 def _write_tensors(
-    chunks: Sequence[Module], sizes: dict[str, int], directory: Path, max_file_bytes: int
+    whole: Iterator[tuple[str, Tensor]],
+    sizes: dict[str, int],
+    directory: Path,
+    max_file_bytes: int,
 ) -> None:
     """Write all tensors, of these bytes, into files of bounded size, and the files' index."""
     files: list[list[str]] = [[]]
@@ -132,7 +187,6 @@ def _write_tensors(
             room = max_file_bytes
         files[-1].append(name)
         room -= size
-    whole = iter_hf_tensors(chunks)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if files[1:] else _SINGLE
@@ -207,30 +261,45 @@ class _Checkpoint:
                     f"{self._path(name)}: tensor {name} has dtype {dtype}, expected one of "
                     f"{', '.join(_DTYPES)}; convert quantized weights first"
                 )
-        ignored = {_HEAD} if architecture.tied else set()
+        head = tensors.HEAD
+        ignored = {head} if architecture.tied else set()
         for name in self._file_of.keys() - wanted.keys() - ignored:
-            if not name.endswith("rotary_emb.inv_freq"):
+            carried = name.startswith(architecture.family.carried)
+            if not carried and not name.endswith("rotary_emb.inv_freq"):
                 raise UserError(
                     f"{self._path(name)}: tensor {name} has no place in the model; {hint}"
                 )
-        if architecture.tied and _HEAD in self._file_of and not self._repeats_embedding():
+        embedding = next(iter(wanted))
+        if architecture.tied and self.holds(head) and not self._repeats_embedding(embedding):
             raise UserError(
-                f"{self._path(_HEAD)}: {_HEAD} differs from {_EMBEDDING}, but config.json says "
+                f"{self._path(head)}: {head} differs from {embedding}, but config.json says "
                 "tie_word_embeddings=true, with which it would not be read; set that to false, or "
-                f"remove {_HEAD}"
+                f"remove {head}"
             )
 
-    def _repeats_embedding(self) -> bool:
+    def _repeats_embedding(self, name: str) -> bool:
         """Whether the head is the embedding, by blocks of rows, evenly spaced over both."""
-        head, embedding = self._view(_HEAD), self._view(_EMBEDDING)
+        head, embedding = self._view(tensors.HEAD), self._view(name)
         rows = head.get_shape()[0]
         if head.get_shape() != embedding.get_shape():
             return False
         starts = {block * max(0, rows - _ROWS) // (_BLOCKS - 1) for block in range(_BLOCKS)}
         return all(torch.equal(head[at : at + _ROWS], embedding[at : at + _ROWS]) for at in starts)
 
-    def dtypes(self) -> set[str]:
-        return {self._view(name).get_dtype() for name in self._file_of}
+    def holds(self, name: str) -> bool:
+        return name in self._file_of
+
+    def dtype(self, name: str) -> str:
+        return self._view(name).get_dtype()
+
+    def carried_bytes(self, architecture: Architecture) -> dict[str, int]:
+        """The tensors that belong to other parts of the model, and their bytes."""
+        names = sorted(n for n in self._file_of if n.startswith(architecture.family.carried))
+        return {name: self.copy(name).nbytes for name in names}
+
+    def copy(self, name: str) -> Tensor:
+        """A whole tensor as it is in the file."""
+        return self._handle(self._file_of[name]).get_tensor(name)
 
     def unread(self) -> list[str]:
         """Files of weights in the directory that hold none of the model's tensors."""
@@ -273,9 +342,10 @@ class _Checkpoint:
 
 def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path) -> None:
     settings = {**architecture.source}
-    settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = str(dtype).removeprefix(
-        "torch."
-    )
+    name = str(dtype).removeprefix("torch.")
+    settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = name
+    if architecture.family.nested:
+        settings["text_config"] = {**settings["text_config"], "dtype": name}
     text = json.dumps(settings, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
 

@@ -1,7 +1,8 @@
 """Rotary positions of Megatron's layers in plain torch, for training and for decoding.
 
 Not used where Transformer Engine is available, except by the embedded engine (rollout/kv_cache.py).
-Shapes: s tokens of a sequence, b sequences, D head size.
+Shapes: s tokens of a sequence, b sequences, D head size, or the part of a
+head that is rotated.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ def rotations(angles: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate [s, b, heads, D] by [s, b, 1, 2 D]: element i with i + D/2, as transformers does."""
+    """Rotate [s, b, heads, D] by [s, b, 1, 2 D]: element i with i + D/2, as transformers does.
+
+    Heads longer than D keep their other elements.
+    """
     cosines, signed_sines = rotation.chunk(2, dim=-1)
+    size = cosines.shape[-1]
+    if size < heads.shape[-1]:
+        return torch.cat((rotate(heads[..., :size], rotation), heads[..., size:]), dim=-1)
     rolled = heads.roll(heads.shape[-1] // 2, -1)
     return torch.addcmul(heads * cosines, rolled, signed_sines)
 

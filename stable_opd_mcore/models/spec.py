@@ -7,6 +7,7 @@ loads in the other.
 from __future__ import annotations
 
 import importlib.util
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,17 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from stable_opd_mcore.models.attention import RMSNorm, TorchSelfAttention
+from stable_opd_mcore.models.attention import RMSNorm, TorchSelfAttention, ZeroCentredRMSNorm
+from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
 from stable_opd_mcore.models.linear import TorchColumnLinear, TorchRowLinear
 
 
@@ -38,27 +43,69 @@ def fp8_engine() -> str:
     return "FP8 emulated, because Transformer Engine is absent: slower than without FP8"
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None, pipeline_rank: int) -> Any:
+def layer_spec(
+    config: TransformerConfig,
+    architecture: Architecture,
+    vp_stage: int | None,
+    pipeline_rank: int,
+) -> Any:
     """The `transformer_layer_spec` of GPTModel for one model chunk."""
     if transformer_engine_is_usable():
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-            use_te_activation_func=config.use_te_activation_func,
-        )
-    return _torch_block_spec(config, vp_stage, pipeline_rank)
+        layer, linear, norm = _te_layer(config)
+        if architecture.delta_net is None:
+            return layer
+    else:
+        layer, linear, norm = _torch_layer(config, architecture)
+    number = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
+    first = get_transformer_layer_offset(config, vp_stage, pipeline_rank)
+    layers = [
+        _with_delta_net(layer, architecture, linear, norm)
+        if first + i in architecture.delta_layers
+        else layer
+        for i in range(number)
+    ]
+    # Without `layer_norm` the block takes Apex's or Megatron's final norm.
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _torch_block_spec(
-    config: TransformerConfig, vp_stage: int | None, pipeline_rank: int
-) -> TransformerBlockSubmodules:
+def _te_layer(config: TransformerConfig) -> tuple[Any, DeltaNetSubmodules, Any]:
+    """A layer of Transformer Engine, its linear layers and its norm."""
+    from megatron.core.extensions import transformer_engine as te
+
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        use_te_activation_func=config.use_te_activation_func,
+    )
+    linear = DeltaNetSubmodules(te.TEColumnParallelLinear, te.TERowParallelLinear)
+    return layer, linear, te.TENorm
+
+
+def _with_delta_net(
+    layer: Any, architecture: Architecture, linear: DeltaNetSubmodules, norm: Any
+) -> Any:
+    """The same layer with a gated delta net instead of attention, and a norm of its own before it,
+    under its own name in checkpoints."""
+    layer = deepcopy(layer)
+    layer.submodules.input_layernorm = norm
+    layer.submodules.sharded_state_dict_keys_map.pop("input_layernorm.", None)
+    layer.submodules.self_attention = ModuleSpec(
+        module=GatedDeltaNet, params={"net": architecture.delta_net}, submodules=linear
+    )
+    return layer
+
+
+def _torch_layer(
+    config: TransformerConfig, architecture: Architecture
+) -> tuple[Any, DeltaNetSubmodules, Any]:
+    """A layer in plain torch, its linear layers and its norm."""
     layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         normalization="RMSNorm",
         qk_layernorm=config.qk_layernorm,
     )
-    norm: Any = RMSNorm
+    norm: Any = ZeroCentredRMSNorm if architecture.family.zero_centred_norms else RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.num_moe_experts is not None:
         # In checkpoints this norm has the name of a dense MLP's. Transformer Engine's experts have
@@ -74,9 +121,7 @@ def _torch_block_spec(
     if config.num_moe_experts is not None:
         mlp = _submodules(mlp.experts)
     mlp.linear_fc1, mlp.linear_fc2 = TorchColumnLinear, TorchRowLinear
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
-    # Without `layer_norm` the block takes Apex's or Megatron's final norm.
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+    return layer, DeltaNetSubmodules(TorchColumnLinear, TorchRowLinear), norm
 
 
 def _submodules(spec: Any) -> Any:

@@ -1,6 +1,6 @@
 """The table of Hugging Face's tensors and Megatron's parameters, read in both directions.
 
-One to three HF tensors make up a parameter in one of seven layouts, which is then cut over the
+One to three HF tensors make up a parameter in one of the layouts below, which is then cut over the
 tensor ranks. An expert is not cut: one expert-parallel rank holds it whole.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,12 +17,18 @@ from torch import Tensor
 from stable_opd_mcore.models.families import Architecture
 
 # whole: the same on every rank
-# columns: cut along dimension 1
+# rows, columns: cut along dimension 0, 1
 # qkv: heads interleaved by key-value group, then cut
+# gated_qkv: the same where q_proj has each head's query and gate; here a group's queries come first
+# delta_qkvz, delta_qkv, delta_ba: of a gated delta net, interleaved by key head, then cut
 # gate_up: each half cut, then joined
 # vocab: rows padded to a multiple of the ranks, then cut
 # expert_gate_up, expert_down: one expert's, on the expert-parallel rank that holds it
-Layout = Literal["whole", "columns", "qkv", "gate_up", "vocab", "expert_gate_up", "expert_down"]
+Grouped = Literal["qkv", "gated_qkv", "delta_qkvz", "delta_qkv", "delta_ba"]
+Layout = (
+    Grouped
+    | Literal["whole", "rows", "columns", "gate_up", "vocab", "expert_gate_up", "expert_down"]
+)
 
 
 @dataclass(frozen=True)
@@ -31,16 +37,18 @@ class Parameter:
 
     hf_names: tuple[str, ...]
     layout: Layout
+    fp32: bool = False  # held in fp32 also by a model in bf16
 
     @property
     def is_expert(self) -> bool:
         return self.layout.startswith("expert")
 
 
-_TOP: dict[str, Parameter] = {
-    "embedding.word_embeddings.weight": Parameter(("model.embed_tokens.weight",), "vocab"),
-    "decoder.final_layernorm.weight": Parameter(("model.norm.weight",), "whole"),
-    "output_layer.weight": Parameter(("lm_head.weight",), "vocab"),
+HEAD = "lm_head.weight"
+_TOP: dict[str, Parameter] = {  # the first two without the family's prefix
+    "embedding.word_embeddings.weight": Parameter(("embed_tokens.weight",), "vocab"),
+    "decoder.final_layernorm.weight": Parameter(("norm.weight",), "whole"),
+    "output_layer.weight": Parameter((HEAD,), "vocab"),
 }
 _INPUT_NORM = Parameter(("input_layernorm.weight",), "whole")
 _MLP_NORM = Parameter(("post_attention_layernorm.weight",), "whole")
@@ -56,12 +64,27 @@ _LAYER: dict[str, Parameter] = {
     "self_attention.q_layernorm.weight": Parameter(("self_attn.q_norm.weight",), "whole"),
     "self_attention.k_layernorm.weight": Parameter(("self_attn.k_norm.weight",), "whole"),
     "self_attention.linear_proj.weight": Parameter(("self_attn.o_proj.weight",), "columns"),
+    "self_attention.in_proj.weight": Parameter(
+        ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"), "delta_qkvz"
+    ),
+    "self_attention.in_proj_ba.weight": Parameter(
+        ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"), "delta_ba"
+    ),
+    "self_attention.conv_weight": Parameter(("linear_attn.conv1d.weight",), "delta_qkv"),
+    "self_attention.dt_bias": Parameter(("linear_attn.dt_bias",), "rows"),
+    "self_attention.A_log": Parameter(("linear_attn.A_log",), "rows", fp32=True),
+    "self_attention.norm_weight": Parameter(("linear_attn.norm.weight",), "whole", fp32=True),
+    "self_attention.out_proj.weight": Parameter(("linear_attn.out_proj.weight",), "columns"),
     "pre_mlp_layernorm.weight": _MLP_NORM,
     "mlp.linear_fc1.layer_norm_weight": _MLP_NORM,
     "mlp.linear_fc1.weight": Parameter(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up"),
     "mlp.linear_fc2.weight": Parameter(("mlp.down_proj.weight",), "columns"),
     "mlp.router.weight": Parameter(("mlp.gate.weight",), "whole"),
 }
+_DELTA_NET = [f"self_attention.{name}" for name in (
+    "in_proj.weight", "in_proj_ba.weight", "conv_weight", "dt_bias", "A_log", "norm_weight",
+    "out_proj.weight",
+)]  # fmt: skip
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT_NAMES = (
     re.compile(r"mlp\.experts\.local_experts\.(?P<index>\d+)\.linear_fc(?P<matrix>[12])\.weight"),
@@ -76,11 +99,13 @@ def _expert(index: int) -> tuple[Parameter, Parameter]:
     return Parameter((gate, up), "expert_gate_up"), Parameter((down,), "expert_down")
 
 
-def _layer_entry(name: str, first_expert: int) -> Parameter:
+def _layer_entry(name: str, architecture: Architecture, first_expert: int = 0) -> Parameter:
     for pattern in _EXPERT_NAMES:
         if match := pattern.fullmatch(name):
             return _expert(first_expert + int(match["index"]))[int(match["matrix"]) - 1]
-    return _LAYER[name]
+    entry = _LAYER[name]
+    is_gated = entry.layout == "qkv" and architecture.family.gated_attention
+    return replace(entry, layout="gated_qkv") if is_gated else entry
 
 
 def describe(
@@ -97,32 +122,48 @@ def describe(
     if match is None:
         if architecture.tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
-        return _TOP[name]
-    return _in_layer(_layer_entry(match[2], first_expert), layer_numbers[int(match[1])])
+        return _at_top(name, architecture)
+    entry = _layer_entry(match[2], architecture, first_expert)
+    return _in_layer(entry, layer_numbers[int(match[1])], architecture)
 
 
-def _in_layer(entry: Parameter, number: int) -> Parameter:
+def _at_top(name: str, architecture: Architecture) -> Parameter:
+    entry = _TOP[name]
+    if entry.hf_names == (HEAD,):
+        return entry
+    return replace(entry, hf_names=(architecture.family.prefix + entry.hf_names[0],))
+
+
+def _in_layer(entry: Parameter, number: int, architecture: Architecture) -> Parameter:
     """The entry of a layer's table with the full names of its HF tensors."""
-    names = tuple(f"model.layers.{number}.{name}" for name in entry.hf_names)
-    return Parameter(names, entry.layout)
+    prefix = f"{architecture.family.prefix}layers.{number}."
+    return replace(entry, hf_names=tuple(prefix + name for name in entry.hf_names))
 
 
 def canonical_parameters(architecture: Architecture) -> list[Parameter]:
     """Every parameter of the whole model, in the order of the forward pass."""
-    family = architecture.family
-    layer = [
-        _INPUT_NORM,
-        _LAYER["self_attention.linear_qkv.weight"],
-        *([_LAYER["self_attention.linear_qkv.bias"]] if family.qkv_bias else []),
-        *([_LAYER[f"self_attention.{x}_layernorm.weight"] for x in "qk"] if family.qk_norm else []),
-        _LAYER["self_attention.linear_proj.weight"],
-        _MLP_NORM,
-        *_mlp(architecture),
+    embedding, norm, head = (_at_top(name, architecture) for name in _TOP)
+    mlp = _mlp(architecture)
+    layers = [
+        _in_layer(entry, number, architecture)
+        for number in range(architecture.num_layers)
+        for entry in (_INPUT_NORM, *_mixer(architecture, number), _MLP_NORM, *mlp)
     ]
-    numbers = range(architecture.num_layers)
-    layers = [_in_layer(entry, number) for number in numbers for entry in layer]
-    embedding, norm, head = _TOP.values()
     return [embedding, *layers, norm, *([] if architecture.tied else [head])]
+
+
+def _mixer(architecture: Architecture, number: int) -> list[Parameter]:
+    """The attention of a layer, or what it has instead."""
+    family = architecture.family
+    if number in architecture.delta_layers:
+        return [_LAYER[name] for name in _DELTA_NET]
+    names = [
+        "linear_qkv.weight",
+        *(["linear_qkv.bias"] if family.qkv_bias else []),
+        *(["q_layernorm.weight", "k_layernorm.weight"] if family.qk_norm else []),
+        "linear_proj.weight",
+    ]
+    return [_layer_entry(f"self_attention.{name}", architecture) for name in names]
 
 
 def _mlp(architecture: Architecture) -> list[Parameter]:
@@ -142,12 +183,14 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     """The shape of a Hugging Face tensor of this architecture."""
     a = architecture
+    if ".linear_attn." in name:
+        return _delta_net_shape(name.rpartition(".linear_attn.")[2].removesuffix(".weight"), a)
     query, group = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (a.vocab_size, a.hidden_size),
         "lm_head": (a.vocab_size, a.hidden_size),
-        "q_proj": (query, a.hidden_size),
+        "q_proj": (query * (2 if a.family.gated_attention else 1), a.hidden_size),
         "k_proj": (group, a.hidden_size),
         "v_proj": (group, a.hidden_size),
         "o_proj": (a.hidden_size, query),
@@ -162,26 +205,93 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     return shape[:1] if name.endswith(".bias") else shape
 
 
+def _delta_net_shape(kind: str, architecture: Architecture) -> tuple[int, ...]:
+    hidden, net = architecture.hidden_size, architecture.delta_net
+    assert net is not None
+    heads, values, channels = net.num_value_heads, net.values, net.channels
+    shapes: dict[str, tuple[int, ...]] = {
+        "in_proj_qkv": (channels, hidden),
+        "in_proj_z": (values, hidden),
+        "in_proj_b": (heads, hidden),
+        "in_proj_a": (heads, hidden),
+        "conv1d": (channels, 1, net.conv_width),
+        "dt_bias": (heads,),
+        "A_log": (heads,),
+        "norm": (net.value_dim,),
+        "out_proj": (hidden, values),
+    }
+    return shapes[kind]
+
+
 _UNCUT = ("whole", "expert_gate_up", "expert_down")
 
 
-def own_part(shape: Sequence[int], layout: Layout, rank: int, size: int) -> tuple[slice, ...]:
-    """The part of an HF tensor that tensor rank `rank` of `size` holds; "vocab" may be uneven."""
-    if layout in _UNCUT:
-        return (slice(None),)
-    cut = 1 if layout == "columns" else 0
-    each = -(-shape[cut] // size)
-    own = slice(min(rank * each, shape[cut]), min((rank + 1) * each, shape[cut]))
-    return (slice(None), own) if cut else (own,)
+def own_parts(
+    entry: Parameter, architecture: Architecture, rank: int, size: int
+) -> list[tuple[str, tuple[slice, ...]]]:
+    """Name and slices of the parts of HF tensors that tensor rank `rank` of `size` holds.
+
+    One part of each tensor, or one of each of its pieces in `_grouped_rows`; "vocab" may be uneven.
+    """
+    parts = []
+    pieces = iter(_grouped_rows(entry.layout, architecture))
+    for name in entry.hf_names:
+        shape = hf_shape(name, architecture)
+        if entry.layout in _UNCUT:
+            parts.append((name, (slice(None),)))
+        elif entry.layout == "columns":
+            parts.append((name, (slice(None), _share(0, shape[1], rank, size))))
+        elif not _is_grouped(entry.layout):
+            parts.append((name, (_share(0, shape[0], rank, size),)))
+        else:
+            start = 0
+            while start < shape[0]:
+                rows = next(pieces)
+                parts.append((name, (_share(start, rows, rank, size),)))
+                start += rows
+    return parts
+
+
+def _share(start: int, length: int, rank: int, size: int) -> slice:
+    each = -(-length // size)
+    return slice(start + min(rank * each, length), start + min((rank + 1) * each, length))
+
+
+def _is_grouped(layout: Layout) -> bool:
+    return layout in get_args(Grouped)
+
+
+def _num_groups(layout: Layout, architecture: Architecture) -> int:
+    if layout in ("qkv", "gated_qkv"):
+        return architecture.num_key_value_heads
+    assert architecture.delta_net is not None
+    return architecture.delta_net.num_key_heads
+
+
+def _grouped_rows(layout: Layout, architecture: Architecture) -> list[int]:
+    """Rows of the whole pieces whose groups a parameter interleaves; empty for other layouts."""
+    a, net = architecture, architecture.delta_net
+    if layout in ("qkv", "gated_qkv"):
+        group = a.num_key_value_heads * a.head_dim
+        query = a.num_attention_heads * a.head_dim * (2 if layout == "gated_qkv" else 1)
+        return [query, group, group]
+    if not _is_grouped(layout):
+        return []
+    assert net is not None
+    if layout == "delta_ba":
+        return [net.num_value_heads] * 2
+    return [net.keys, net.keys, net.values] + ([net.values] if layout == "delta_qkvz" else [])
 
 
 def join_parts(
     parts: Sequence[Tensor], layout: Layout, architecture: Architecture, size: int
 ) -> Tensor:
-    """A tensor rank's shard, from its `own_part` of each HF tensor; `size` tensor ranks."""
-    if layout == "qkv":
-        groups = architecture.num_key_value_heads // size
+    """A tensor rank's shard, from its `own_parts`; `size` tensor ranks."""
+    if _is_grouped(layout):
+        groups = _num_groups(layout, architecture) // size
         rows = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+        if layout == "gated_qkv":
+            rows[0] = _swapped(rows[0], architecture, from_heads=True)
         return torch.cat(rows, dim=1).flatten(0, 1)
     if layout in ("gate_up", "expert_gate_up"):
         return torch.cat(list(parts))
@@ -192,17 +302,21 @@ def join_parts(
     return torch.cat([part, part.new_zeros(missing, part.shape[1])]) if missing else part
 
 
+def _swapped(rows: Tensor, architecture: Architecture, *, from_heads: bool) -> Tensor:
+    """Rows of queries and gates [groups, rows, ...]: from head by head to all queries before all
+    gates of a group, or back."""
+    heads = architecture.num_attention_heads // architecture.num_key_value_heads
+    order = (heads, 2) if from_heads else (2, heads)
+    return rows.unflatten(1, (*order, -1)).transpose(1, 2).flatten(1, 3)
+
+
 def unshard(
-    shards: Sequence[Tensor], layout: Layout, architecture: Architecture
+    shards: Sequence[Tensor], entry: Parameter, architecture: Architecture
 ) -> tuple[Tensor, ...]:
     """The full HF tensors of all tensor ranks' shards; one shard gives views where possible."""
-    if layout == "qkv":
-        size, per_group = architecture.head_dim, architecture.num_attention_heads
-        per_group = per_group // architecture.num_key_value_heads
-        groups = _join(shards)
-        groups = groups.reshape(architecture.num_key_value_heads, -1, *groups.shape[1:])
-        parts = groups.split([per_group * size, size, size], dim=1)
-        return tuple(part.flatten(0, 1) for part in parts)
+    layout = entry.layout
+    if _is_grouped(layout):
+        return _ungrouped(_join(shards), entry, architecture)
     if layout == "expert_gate_up":
         return tuple(shards[0].chunk(2))
     if layout == "gate_up":
@@ -212,7 +326,25 @@ def unshard(
         return (shards[0],)
     if layout == "columns":
         return (_join(shards, dim=1),)
-    return (_join(shards)[: architecture.vocab_size],)
+    joined = _join(shards)
+    return (joined[: architecture.vocab_size] if layout == "vocab" else joined,)
+
+
+def _ungrouped(weight: Tensor, entry: Parameter, architecture: Architecture) -> tuple[Tensor, ...]:
+    """The HF tensors of a whole parameter whose pieces are interleaved by group."""
+    groups = _num_groups(entry.layout, architecture)
+    rows = [number // groups for number in _grouped_rows(entry.layout, architecture)]
+    pieces = list(weight.reshape(groups, -1, *weight.shape[1:]).split(rows, dim=1))
+    if entry.layout == "gated_qkv":
+        pieces[0] = _swapped(pieces[0], architecture, from_heads=False)
+    whole = [piece.flatten(0, 1) for piece in pieces]
+    tensors = []
+    for name in entry.hf_names:
+        taken = [whole.pop(0)]
+        while sum(map(len, taken)) < hf_shape(name, architecture)[0]:
+            taken.append(whole.pop(0))
+        tensors.append(_join(taken))
+    return tuple(tensors)
 
 
 def _join(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from stable_opd_mcore.models.config_fields import decoder_settings
 from stable_opd_mcore.models.families import FAMILIES
 
 # Keys that models/families.py reads, in addition to those of each family.
@@ -13,7 +14,13 @@ _READ = {
     "rope_scaling", "rope_parameters", "tie_word_embeddings", "initializer_range",
     "norm_topk_prob", "layer_types",
 }  # fmt: skip
-# Keys that change no logit: of files, of generation, of training and outputs in transformers.
+_READ_OF_DELTA_NETS = {
+    "full_attention_interval", "partial_rotary_factor", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+}  # fmt: skip
+# Keys that change no logit of a text: of files, of generation, of training and outputs in
+# transformers, of images, of multi-token prediction, of a server's state.
 # A sliding window is off unless use_sliding_window is true.
 _WITHOUT_EFFECT = {
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -22,6 +29,9 @@ _WITHOUT_EFFECT = {
     "max_window_layers", "return_dict", "output_attentions", "output_hidden_states", "id2label",
     "label2id", "problem_type", "is_decoder", "chunk_size_feed_forward", "attn_implementation",
     "_attn_implementation", "_attn_implementation_autoset", "unsloth_version", "unsloth_fixed",
+    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+    "vision_end_token_id", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+    "mamba_ssm_dtype",
 }  # fmt: skip
 
 
@@ -29,4 +39,6 @@ def unread_keys(fields: Mapping[str, Any]) -> list[str]:
     """Keys of a readable config.json that switch something on which is not computed here."""
     family = FAMILIES[fields["model_type"]]
     known = {*_READ, *_WITHOUT_EFFECT, *family.supported, family.expert_width}
-    return sorted(key for key, value in fields.items() if value and key not in known)
+    known |= _READ_OF_DELTA_NETS if family.delta_nets else set()
+    settings = decoder_settings(fields)
+    return sorted(key for key, value in settings.items() if value and key not in known)

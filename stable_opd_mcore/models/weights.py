@@ -26,7 +26,8 @@ from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 
 @torch.no_grad()
 def random_weights(chunks: Sequence[Module], seed: int) -> None:
-    """Normal matrices with the architecture's initializer_range; norms 1, biases 0.
+    """Normal matrices with the architecture's initializer_range; norms multiply by 1, biases are 0;
+    the decay rates of a gated delta net as transformers chooses them.
 
     Each full tensor has its own seed, so the weights do not depend on the layout.
     """
@@ -34,12 +35,15 @@ def random_weights(chunks: Sequence[Module], seed: int) -> None:
 
     def random_part(name: str, part: tuple[slice, ...]) -> Tensor:
         shape = tensors.hf_shape(name, architecture)
-        if name.endswith(".bias"):
+        centred = architecture.family.zero_centred_norms and name.endswith("norm.weight")
+        if name.endswith(".bias") or (centred and not name.endswith(".linear_attn.norm.weight")):
             return torch.zeros(shape)[part]
-        if len(shape) == 1:
-            return torch.ones(shape)[part]
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        if name.endswith(".A_log"):
+            return torch.empty(shape).uniform_(0.01, 16, generator=generator).log()[part]
+        if len(shape) == 1:
+            return torch.ones(shape)[part]
         full = torch.randn(shape, generator=generator)
         return full[part] * architecture.initializer_range
 
@@ -79,7 +83,7 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
         merged = weight if own is None or not own.is_on else own.added_to(weight)
         is_cut = entry.layout != "whole" and not entry.is_expert
         shards = shards_of(merged, models[0].pg_collection.tp) if is_cut else [merged]
-        return tensors.unshard(shards, entry.layout, architecture)
+        return tensors.unshard(shards, entry, architecture)
 
     exchange = Exchange(chunks, list(local))
     for entry in tensors.canonical_parameters(architecture):
@@ -168,11 +172,7 @@ def fill_weights(
     rank, size = group.rank(), group.size()
     for _, weight, entry in described_parameters(chunks):
         parts = [
-            source(
-                name,
-                tensors.own_part(tensors.hf_shape(name, architecture), entry.layout, rank, size),
-            )
-            for name in entry.hf_names
+            source(name, part) for name, part in tensors.own_parts(entry, architecture, rank, size)
         ]
         weight.copy_(tensors.join_parts(parts, entry.layout, architecture, size))
 
@@ -222,7 +222,8 @@ class Exchange:
         if groups.pp.rank() == stage and expert_rank in (None, groups.ep.rank()):
             full = whole()
         else:
-            like = {"dtype": self._dtype, "device": self._device}
+            dtype = torch.float32 if entry.fp32 else self._dtype
+            like = {"dtype": dtype, "device": self._device}
             full = [torch.empty(shape, **like) for shape in shapes]
         for tensor in full:
             tensor = tensor.contiguous()

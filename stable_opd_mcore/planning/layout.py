@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import Architecture, layout_refusal
+from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.layout_refusal import layout_refusal
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def refusal(architecture: Architecture, parallel: ParallelConfig) -> str | None:
         parallel.tensor,
         parallel.pipeline,
         parallel.virtual_pipeline or 1,
+        context=parallel.context,
         expert=parallel.expert,
         sequence=parallel.sequence,
     )

@@ -118,7 +118,7 @@ def _student(run: PlannedRun, stage: int) -> Iterator[Component]:
     yield Component("Adam's state", state, part="optimizer")
     # Transformer Engine casts the weights once a step, for both directions of a GEMM.
     if config.fp8.student:
-        yield Component("student weights in FP8, twice", 2 * student.fp8_parameters())
+        yield Component("student weights in FP8, twice", 2 * student.fp8_parameters(stage))
 
 
 def _frozen(run: PlannedRun, stage: int) -> Iterator[Component]:
@@ -129,7 +129,7 @@ def _frozen(run: PlannedRun, stage: int) -> Iterator[Component]:
             continue
         weights, fp8 = element * size.stage_parameters(stage), config.fp8.of(role)
         if fp8 is not None:
-            weights -= (element - 1) * size.fp8_parameters()
+            weights -= (element - 1) * size.fp8_parameters(stage)
         yield Component(f"{role} weights", weights, part="frozen")
         update, parameters = config.reference.update, size.stage_parameters(stage)
         if role == "teacher":
@@ -145,8 +145,8 @@ def _rollouts(run: PlannedRun, stage: int) -> Iterator[Component]:
     if config.objective.name == "sft" or rollout.engine == "replay":
         return
     if not rollout.has_servers:
-        per_token = student.kv_bytes(run.element) / (layout.tensor * layout.pipeline)
-        cache = run.rollouts / layout.gradient_ranks * run.longest * per_token
+        row = run.longest * student.kv_bytes(run.element) + student.state_bytes(run.element)
+        cache = run.rollouts / layout.gradient_ranks * row / (layout.tensor * layout.pipeline)
         yield Component("KV cache", cache, ("rollout",))
         return
     # Buckets of a publish and the tensor that is gathered for one (rollout/sglang/sync.py).
@@ -185,7 +185,7 @@ def _activation_bytes(run: PlannedRun, stage: int) -> float:
     """What is saved for backward in all micro-batches that the stage has in flight."""
     layout, student, recompute = run.layout, run.student, run.config.train.recompute
     last = stage == layout.pipeline - 1
-    per_token = student.layers_per_stage * student.saved_bytes(recompute)
+    per_token = student.saved_by_layers(recompute, stage)
     per_token += student.saved_outside_layers(last)
     # Each model chunk keeps what it sends; what it receives is the saved input of its first layer.
     sent = run.element * student.local_hidden

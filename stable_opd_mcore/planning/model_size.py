@@ -11,6 +11,7 @@ rows of the stored embedding, t tensor ranks.
 
 from dataclasses import dataclass
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.planning.layout import Layout
 
@@ -45,19 +46,49 @@ class ModelSize:
         """Vocabulary rows of one tensor rank, padded to equal shards."""
         return -(-self.architecture.vocab_size // self.layout.tensor)
 
-    def layer_parameters(self) -> int:
-        """One decoder layer's without experts: attention, norms, SwiGLU or router."""
+    @property
+    def gated_width(self) -> int:
+        """Width of queries and, where the attention has them, of its gates."""
+        return self.query_width * (2 if self.architecture.family.gated_attention else 1)
+
+    def delta_layers(self, stage: int) -> int:
+        """Layers of a stage with a gated delta net instead of attention."""
+        chunk = self.layers_per_stage // self.layout.virtual
+        chunks = (layer // chunk for layer in self.architecture.delta_layers)
+        return sum(number % self.layout.pipeline == stage for number in chunks)
+
+    def _attention_parameters(self) -> int:
         model, t = self.architecture, self.layout.tensor
-        hidden = model.hidden_size
-        qkv_rows = (self.query_width + 2 * self.key_width) // t
-        attention = qkv_rows * hidden + hidden * (self.query_width // t)
+        qkv_rows = (self.gated_width + 2 * self.key_width) // t
+        attention = model.hidden_size * (qkv_rows + self.query_width // t)
         if model.family.qkv_bias:
             attention += qkv_rows
         if model.family.qk_norm:
             attention += 2 * model.head_dim
+        return attention
+
+    def _delta_net_parameters(self) -> int:
+        model, net = self.architecture, self.architecture.delta_net
+        if net is None:
+            return 0
+        cut = model.hidden_size * 2 * net.num_value_heads  # decay and beta
+        cut += net.channels * net.conv_width + 2 * net.num_value_heads
+        return self._delta_net_matrices() + cut // self.layout.tensor + net.value_dim
+
+    def _delta_net_matrices(self) -> int:
+        """Of the two projections that FP8 reaches."""
+        model, net = self.architecture, self.architecture.delta_net
+        if net is None:
+            return 0
+        return model.hidden_size * (net.channels + 2 * net.values) // self.layout.tensor
+
+    def _rest_parameters(self) -> int:
+        """One decoder layer's norms and SwiGLU or router, without experts."""
+        model, t = self.architecture, self.layout.tensor
+        hidden = model.hidden_size
         if model.experts is not None:
-            return attention + model.experts.number * hidden + 2 * hidden
-        return attention + 3 * model.ffn_hidden_size // t * hidden + 2 * hidden
+            return model.experts.number * hidden + 2 * hidden
+        return 3 * model.ffn_hidden_size // t * hidden + 2 * hidden
 
     def expert_parameters(self) -> int:
         """This rank's experts in the layers of a stage; 0 in a dense model."""
@@ -70,6 +101,11 @@ class ModelSize:
     def factor_parameters(self, rank: int) -> int:
         """Low-rank factors of the matrices of one stage's layers, without its experts."""
         model, t, hidden = self.architecture, self.layout.tensor, self.architecture.hidden_size
+        if model.family.gated_attention:
+            raise UserError(
+                f"student.lora with a {model.model_type} model: its attention and its gated delta "
+                "nets have no factors yet; set student.lora=null, or take another student"
+            )
         # A of a matrix that is cut by rows, and B of one that is cut by columns, are whole.
         layer = 4 * hidden + 2 * (self.query_width + self.key_width) // t
         if model.experts is None:
@@ -88,16 +124,17 @@ class ModelSize:
         mlp = 2 * model.ffn_hidden_size // (1 if model.experts else layout.tensor)
         return max(rows, mlp) * model.hidden_size
 
-    def fp8_parameters(self) -> int:
+    def fp8_parameters(self, stage: int) -> int:
         """Parameters of the matrices in FP8 on one pipeline stage."""
         model, layout = self.architecture, self.layout
-        heads = 2 * (self.query_width + self.key_width) // layout.tensor
-        layer = model.hidden_size * heads
-        if model.experts is None:
-            layer += 3 * model.ffn_hidden_size // layout.tensor * model.hidden_size
-        else:
-            layer += self.expert_parameters() // self.layers_per_stage
-        return layer * self.layers_per_stage
+        heads = (self.gated_width + self.query_width + 2 * self.key_width) // layout.tensor
+        delta_layers = self.delta_layers(stage)
+        mixers = (self.layers_per_stage - delta_layers) * model.hidden_size * heads
+        mixers += delta_layers * self._delta_net_matrices()
+        if model.experts is not None:
+            return mixers + self.expert_parameters()
+        mlp = 3 * model.ffn_hidden_size // layout.tensor * model.hidden_size
+        return mixers + mlp * self.layers_per_stage
 
     def stage_parameters(self, stage: int) -> int:
         """One pipeline stage's: 0 holds the embedding, the last the final norm and the head."""
@@ -106,7 +143,10 @@ class ModelSize:
     def shared_parameters(self, stage: int) -> int:
         """One pipeline stage's without its experts."""
         model, last = self.architecture, self.layout.pipeline - 1
-        count = self.layers_per_stage * self.layer_parameters()
+        delta_layers = self.delta_layers(stage)
+        count = self.layers_per_stage * self._rest_parameters()
+        count += (self.layers_per_stage - delta_layers) * self._attention_parameters()
+        count += delta_layers * self._delta_net_parameters()
         matrix = self.head_rows * model.hidden_size
         if stage == 0:
             count += matrix
@@ -129,8 +169,19 @@ class ModelSize:
         unchosen = (1 - experts.per_token / experts.number) ** tokens
         return one.shared_parameters(0) + one.expert_parameters() * (1 - unchosen)
 
-    def saved_bytes(self, recompute: str) -> float:
-        """Saved for backward by one layer, per token of this rank's slice of a micro-batch."""
+    def saved_by_layers(self, recompute: str, stage: int) -> float:
+        """Saved for backward by a stage's layers, per token of this rank's slice of a batch."""
+        delta_layers = self.delta_layers(stage)
+        saved = (self.layers_per_stage - delta_layers) * self.saved_bytes(recompute)
+        if delta_layers:
+            saved += delta_layers * self.saved_bytes(recompute, delta=True)
+        return saved
+
+    def saved_bytes(self, recompute: str, *, delta: bool = False) -> float:
+        """Saved for backward by one layer, per token of this rank's slice of a micro-batch.
+
+        delta: of a layer with a gated delta net.
+        """
         model, t, hidden = self.architecture, self.layout.tensor, self.local_hidden
         if recompute == "full":
             return self.element * hidden
@@ -138,16 +189,32 @@ class ModelSize:
         mlp = self.mlp_bytes()
         norms = 2 * self._norm_bytes(hidden, 1 / self.norm_ranks)
         # Rotated queries and keys, values, output
-        saved = self.element * 2 * (queries + keys) + norms + mlp
+        mixer = self.element * 2 * (queries + keys)
+        if delta:
+            mixer = self._delta_net_bytes()
+        elif model.family.gated_attention:
+            mixer += self.element * 2 * queries  # gates, and the product
+        saved = mixer + norms + mlp
         if recompute == "selective":  # the MLP, from the input of Transformer Engine's fused norm
             saved -= mlp
             if model.experts is None:
                 saved -= self.element * hidden + 4 / self.norm_ranks
+        if delta:
+            return saved
         if model.family.qk_norm:
             heads = (model.num_attention_heads + model.num_key_value_heads) / t
             saved += self._norm_bytes(queries + keys, heads)
             saved -= self.element * (queries + keys)  # their outputs are not kept
         return saved + 4 * model.num_attention_heads / t  # log-sums of the attention
+
+    def _delta_net_bytes(self) -> float:
+        """Saved by a gated delta net's kernels per token: inputs of convolution and recurrence,
+        gates and outputs; decay and beta, and a state for each 64 tokens, in fp32."""
+        net = self.architecture.delta_net
+        assert net is not None
+        narrow = self.element * (2 * net.channels + 3 * net.values)
+        wide = 4 * net.num_value_heads * (2 + net.key_dim * net.value_dim / 64)
+        return (narrow + wide) / self.layout.tensor
 
     def mlp_bytes(self) -> float:
         """Saved by one layer's MLP, or by its router and this rank's experts."""
@@ -168,7 +235,7 @@ class ModelSize:
 
     def saved_outside_layers(self, last: bool) -> float:
         """Saved by the rest of a stage: ids and rotary angles, and the last stage's final norm."""
-        inputs = 9 + self.element * self.architecture.head_dim
+        inputs = 9 + self.element * self.architecture.rotary.size
         return inputs + self.final_norm_bytes() if last else inputs
 
     def final_norm_bytes(self) -> float:
@@ -198,7 +265,10 @@ class ModelSize:
             outputs = self.expert_copies() * self.architecture.hidden_size
             return self.element * tokens * (streams + self._dispatched() + outputs)
         ffn = self.architecture.ffn_hidden_size / self.layout.tensor
-        moments = 2 * ffn + self._gathered(), 3 * ffn  # gate and up; then their product as well
+        # Gate and up; then their product as well; or q, k, v, z, the convolved and the outputs
+        net = self.architecture.delta_net
+        mixed = 0 if net is None else (2 * net.channels + 2 * net.values) / self.layout.tensor
+        moments = 2 * ffn + self._gathered(), 3 * ffn, mixed
         return self.element * tokens * (streams + max(moments))
 
     def backward_bytes(self, recompute: str, tokens: float) -> float:
@@ -208,7 +278,12 @@ class ModelSize:
         """
         held = self.element * self.local_hidden
         if recompute != "none":  # what the layer saves when it is computed again, and its output
-            held += self.saved_bytes("none") - self.saved_bytes(recompute) + held
+            kinds = (False, True) if self.architecture.delta_layers else (False,)
+            again = (
+                self.saved_bytes("none", delta=kind) - self.saved_bytes(recompute, delta=kind)
+                for kind in kinds
+            )
+            held += max(again) + held
         if self.architecture.experts is not None:
             # In the layer's own forward pass, when the experts' outputs are put in order: the saved
             # inputs of the experts, what was sent, received and computed, and the residual.
@@ -229,7 +304,7 @@ class ModelSize:
         """The whole model's over all its ranks, head excluded; causal attention."""
         model = self.architecture
         attention = 2 * self.query_width * mean_context
-        return 2 * model.num_layers * tokens * (model.layer_products + attention)
+        return 2 * tokens * (model.products + model.num_attention_layers * attention)
 
     def head_flops(self, rows: float) -> float:
         """One product of hidden states with the whole output head."""
@@ -237,4 +312,14 @@ class ModelSize:
 
     def kv_bytes(self, element_bytes: int = 2) -> float:
         """Key-value cache of one token over the whole model."""
-        return 2 * self.architecture.num_layers * self.key_width * element_bytes
+        return 2 * self.architecture.num_attention_layers * self.key_width * element_bytes
+
+    def state_bytes(self, element_bytes: int = 2) -> float:
+        """What a sequence keeps at any length over the whole model: states of gated delta nets, and
+        inputs of their convolutions."""
+        net = self.architecture.delta_net
+        if net is None:
+            return 0.0
+        state = 4 * net.values * net.key_dim
+        inputs = element_bytes * (net.conv_width - 1) * net.channels
+        return len(self.architecture.delta_layers) * (state + inputs)

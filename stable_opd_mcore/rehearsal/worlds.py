@@ -13,7 +13,8 @@ from typing import Any
 from stable_opd_mcore.config.models import StudentConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import Architecture, read_fields
+from stable_opd_mcore.models.config_fields import read_fields, with_layers
+from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.known_models import model_source, models_in_trainer
 from stable_opd_mcore.planning.layout import layout_of
@@ -180,7 +181,7 @@ def with_few_layers(run: PlannedRun, layers: int | None) -> tuple[PlannedRun, in
         of_chunk = layers or (LAYERS_WITH_EXPERTS if size.architecture.experts else None)
         chunks = layout.pipeline * layout.virtual
         if of_chunk and size.architecture.num_layers > of_chunk * chunks:
-            fields["num_hidden_layers"] = of_chunk * chunks
+            fields = with_layers(fields, of_chunk * chunks)
             cut = of_chunk * layout.virtual
         update: dict[str, Any] = {"path": None, "architecture": fields}
         if isinstance(model, StudentConfig) and model.lora:  # its adapter has all layers

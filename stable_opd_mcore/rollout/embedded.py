@@ -35,7 +35,6 @@ from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
-from stable_opd_mcore.models.families import rotary_frequencies
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.linear import linear
 from stable_opd_mcore.parallel.world import World, broadcast_object
@@ -274,7 +273,7 @@ class EmbeddedEngine(RolloutEngine):
     def _new_cache(self, lengths: list[int], max_new_tokens: int) -> KVCache:
         chunk = self._chunks[0]
         positions_P = torch.arange(max(lengths) + max_new_tokens, dtype=torch.float32)
-        angles_PD = torch.outer(positions_P, rotary_frequencies(chunk.architecture))
+        angles_PD = torch.outer(positions_P, chunk.architecture.rotary.frequencies())
         return KVCache(lengths, angles_PD.to(self.world.device), chunk.config.params_dtype)
 
     def _some_replica_runs(self, this_one: bool) -> bool:

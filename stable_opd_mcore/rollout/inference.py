@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from stable_opd_mcore.models.gated_delta_net import GatedDeltaNet
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.linear import linear
 from stable_opd_mcore.rollout.kv_cache import KVCache
@@ -66,30 +67,49 @@ def run_layers(chunk: HiddenStatesGPTModel, hidden_TBH: Tensor, cache: KVCache) 
     """The chunk's layers and its final norm. No family has biases after attention and MLP."""
     layers: Any = chunk.decoder.layers
     for layer in layers:
-        attention = layer.self_attention
-        queries_and_keys, values = _heads(attention, layer.input_layernorm(hidden_TBH))
-        mixed_TBE = cache.attend(
-            layer.layer_number, queries_and_keys, values, attention.config.softmax_scale
-        )
-        hidden_TBH = hidden_TBH + attention.linear_proj(mixed_TBE)[0]
+        is_delta_net = isinstance(layer.self_attention, GatedDeltaNet)
+        mix = _delta_net if is_delta_net else _attention
+        mixed_TBH = mix(layer.self_attention, layer.input_layernorm(hidden_TBH), cache)
+        hidden_TBH = hidden_TBH + mixed_TBH
         hidden_TBH = hidden_TBH + layer.mlp.forward(layer.pre_mlp_layernorm(hidden_TBH))[0]
     norm = chunk.decoder.final_layernorm
     return hidden_TBH if norm is None else norm(hidden_TBH)
 
 
-def _heads(attention: SelfAttention, hidden_TBH: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys [T, B, G, R+1, D], and values [T, B, G, D], as KVCache takes them."""
+def _attention(attention: SelfAttention, hidden_TBH: Tensor, cache: KVCache) -> Tensor:
+    queries_and_keys, values, gates_TBE = _heads(attention, hidden_TBH)
+    scale = attention.config.softmax_scale
+    mixed_TBE = cache.attend(attention.layer_number, queries_and_keys, values, scale)
+    if gates_TBE is not None:
+        mixed_TBE = mixed_TBE * gates_TBE.sigmoid()
+    return attention.linear_proj(mixed_TBE)[0]
+
+
+def _delta_net(net: GatedDeltaNet, hidden_TBH: Tensor, cache: KVCache) -> Tensor:
+    inputs, gates, decay, beta = net.projected(hidden_TBH)
+    # 0 for padding: it neither decays nor changes a state.
+    inputs, decay, beta = (cache.without_padding(x).transpose(0, 1) for x in (inputs, decay, beta))
+    before = cache.states.get(net.layer_number)
+    mixed, cache.states[net.layer_number] = net.mixed(inputs, decay, beta, before)
+    return net.finished(mixed.transpose(0, 1), gates)[0]
+
+
+def _heads(attention: SelfAttention, hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Queries and keys [T, B, G, R+1, D] and values [T, B, G, D], as KVCache takes them; and the
+    gates of the outputs, where the family has them."""
     G, D = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
     groups_in_all: Any = attention.config.num_query_groups
     if attention.config.qk_layernorm or groups_in_all < attention.world_size:
-        separate: Any = attention.get_query_key_value_tensors(hidden_TBH)
-        queries, keys, values_TBGD = separate
+        is_gated: bool = attention.config.attention_output_gate
+        separate: Any = attention.get_query_key_value_tensors(hidden_TBH, output_gate=is_gated)
+        queries, keys, values_TBGD, *gates = separate
         grouped = queries.unflatten(2, (G, -1))
-        return torch.cat((grouped, keys.unsqueeze(3)), dim=3), values_TBGD
+        of_outputs = gates[0].flatten(2) if gates else None
+        return torch.cat((grouped, keys.unsqueeze(3)), dim=3), values_TBGD, of_outputs
     layer: Any = attention.linear_qkv
     heads, _ = layer(hidden_TBH)
     heads = heads.view(*hidden_TBH.shape[:2], G, -1, D)
-    return heads[..., :-1, :], heads[..., -1, :]
+    return heads[..., :-1, :], heads[..., -1, :], None
 
 
 def _linear_forward(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Keys and values of the rows being decoded, and attention over them.
+"""Keys and values of the rows being decoded, attention over them, and states of gated delta nets.
 
 Rows share one cell axis: prompts are padded on the left, so every row writes its next token into
 the same cell, and an additive mask hides a row's padding. Keys are stored rotated to the row's own
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stable_opd_mcore.models.gated_delta_net import DeltaNetState
 from stable_opd_mcore.models.rotary import rotate, rotations
 
 _CELL_BLOCK = 128  # cells are allocated in multiples of this
@@ -33,6 +34,7 @@ class KVCache:
         self._dtype = dtype
         # keys and values of each layer, [B, G, capacity, D]
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: dict[int, DeltaNetState] = {}  # of each layer without attention
         self._capacity = 0
         self._padded = min(prompt_lengths) != longest
 
@@ -45,9 +47,16 @@ class KVCache:
         self._rotation_TB11E = self._rotations_PE[positions_TB][:, :, None, None]
         self._bias_B1TS = self._bias(cells_T, stop)
         self._stop = stop
+        self._is_padding_TB = cells_T[:, None] < self.pad_B if self._padded else None
 
     def end(self) -> None:
         self.used = self._stop
+
+    def without_padding(self, x_TBX: Tensor) -> Tensor:
+        """The new tokens' numbers, 0 where a token is padding."""
+        if self._is_padding_TB is None:
+            return x_TBX
+        return x_TBX.masked_fill(self._is_padding_TB.unsqueeze(-1), 0.0)
 
     def attend(
         self, layer: int, queries_and_key: Tensor, value_TBGD: Tensor, scale: float | None
@@ -83,6 +92,8 @@ class KVCache:
         self.pad_B = self.pad_B - trim
         for layer, (keys, values) in self._layers.items():
             self._layers[layer] = (keys[index_B, :, trim:], values[index_B, :, trim:])
+        for layer, state in self.states.items():
+            self.states[layer] = state.select(index_B)
         self.used -= trim
         self._capacity -= trim
         self._padded = self._padded and bool(self.pad_B.any())

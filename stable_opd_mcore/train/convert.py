@@ -12,7 +12,13 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import require_new_directory
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.huggingface import copy_tokenizer, export_hf, load_hf, stored_dtypes
+from stable_opd_mcore.models.huggingface import (
+    copy_tokenizer,
+    export_hf,
+    load_hf,
+    require_base,
+    stored_dtypes,
+)
 from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights, save_weights
 from stable_opd_mcore.models.peft_directory import (
@@ -32,7 +38,8 @@ def convert(
     An adapter that PEFT has saved becomes the merged model, in Hugging Face's form.
 
     Args:
-        tokenizer: holds the tokenizer and the generation settings; None: `source`.
+        tokenizer: holds the tokenizer and the generation settings, and of a model with other parts
+            their tensors; None: `source`.
 
     Raises:
         UserError: `target` exists or cannot be made, `source` is not a model directory, or there is
@@ -55,8 +62,10 @@ def convert(
     architecture = read_architecture(source)
     dtype = architecture.source.get("dtype") or architecture.source.get("torch_dtype")
     # In Hugging Face's form the files decide: config.json may name a type that they do not have.
-    dtypes = {dtype} if is_megatron(source) else stored_dtypes(source)
+    dtypes = {dtype} if is_megatron(source) else stored_dtypes(source, architecture)
     precision = "bf16" if dtypes <= {"bfloat16", "BF16"} else "fp32"
+    if is_megatron(source):
+        require_base(holder, architecture)
     world = start_world(ParallelConfig(tensor=tensor, pipeline=pipeline), seed=0)
     chunks = build_model(architecture, world, precision=precision, trainable=False, seed=None)
     save_tokenizer = partial(copy_tokenizer, holder)
@@ -68,10 +77,10 @@ def convert(
         rank, alpha = read_config(adapter)
         adapt(chunks, rank=rank, alpha=alpha)
         load_adapter(chunks, adapter, LoraConfig(rank=rank, alpha=alpha))
-        export_hf(chunks, target, save_tokenizer=save_tokenizer)
+        export_hf(chunks, target, base=source, save_tokenizer=save_tokenizer)
         done = f"{adapter} merged into {source}, in {precision}"
     elif is_megatron(source):
-        export_hf(chunks, target, save_tokenizer=save_tokenizer)
+        export_hf(chunks, target, base=holder, save_tokenizer=save_tokenizer)
         done = f"Megatron to Hugging Face, in {precision}"
     else:
         save_weights(chunks, target, save_tokenizer)

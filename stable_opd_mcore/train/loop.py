@@ -189,7 +189,12 @@ def _train_phase(config: Config, session: Session) -> None:
         run.tokenizer.save(model)
         mark_trained(model, config.run.name, max(state.step, config.train.steps))
 
-    export_hf(run.student.chunks, files.model, save_tokenizer=save_with_model)
+    export_hf(
+        run.student.chunks,
+        files.model,
+        base=config.student.path,
+        save_tokenizer=save_with_model,
+    )
     if config.student.lora is not None:
         export_adapter(run.student.chunks, files.adapter, config.student.path)
     if is_first_rank:

@@ -20,6 +20,7 @@ from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.output_head import Head, align_head
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
+from stable_opd_mcore.models.huggingface import require_base
 from stable_opd_mcore.models.lora import adapt, base_only, factors_as, values_of
 from stable_opd_mcore.models.peft_directory import load_adapter
 from stable_opd_mcore.models.weights import random_weights
@@ -85,6 +86,8 @@ class RunModels:
         self.frozen: list[HiddenStatesGPTModel] = []  # chunks of teacher and reference
         self.moving: dict[str, Moving] = {}
         fp8 = config.fp8.of("student")
+        if config.student.path is not None:
+            require_base(config.student.path, configured_architecture(config.student))
         self.student = load_model(
             config, world, config.student, vocab_size, fp8=fp8, trainable=True
         )

@@ -9,10 +9,12 @@ from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.evaluation.grading import Grader, Rewards
 from stable_opd_mcore.losses.objectives import build_objective
+from stable_opd_mcore.models.gated_delta_net import delta_net_engine
 from stable_opd_mcore.models.spec import fp8_engine
 from stable_opd_mcore.parallel.determinism import make_deterministic
 from stable_opd_mcore.parallel.world import World, ranks_on_this_machine, start_world
 from stable_opd_mcore.planning.hardware import DEVICES, Cluster
+from stable_opd_mcore.planning.known_models import models_in_trainer
 from stable_opd_mcore.rollout.build_engine import build_engine, embedded_engine, training_sampling
 from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.run_inputs import (
@@ -130,7 +132,8 @@ def rewards_of(config: Config) -> Rewards:
 
 
 def models_text(config: Config) -> str:
-    """The models that a run loads, from where, what is trained, and what computes their FP8."""
+    """The models that a run loads, from where, what is trained, and what computes FP8 and gated
+    delta nets."""
     named: dict[str, ModelConfig | None] = {"student": config.student, "teacher": config.teacher}
     found = [
         f"{name} {'(random weights)' if model.path is None else model.path}"
@@ -140,4 +143,7 @@ def models_text(config: Config) -> str:
     if lora := config.student.lora:
         start = "" if lora.path is None else f" from {lora.path}"
         found[0] += f" with low-rank factors of rank {lora.rank}{start}"
-    return ", ".join(found) + (f"; {fp8_engine()}" if config.fp8.is_on else "")
+    engines = [fp8_engine()] if config.fp8.is_on else []
+    if any(configured_architecture(m).delta_net for m in models_in_trainer(config).values()):
+        engines.append(delta_net_engine())
+    return "; ".join([", ".join(found), *engines])

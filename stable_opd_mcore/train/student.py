@@ -83,6 +83,8 @@ class Student:
         self.routers = Routers(chunks)
         self._grad_norm = 0.0
         self._inner = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        for optimizer in self._inner:
+            _correct_places(optimizer)
 
     @cached_property
     def base_hash(self) -> str | None:
@@ -129,6 +131,19 @@ class Student:
                 optimizer.get_parameters(), self.clip_grad, self._grad_norm
             )
         self.optimizer.step_with_ready_grads()
+
+
+def _correct_places(optimizer: Any) -> None:
+    """Let Megatron find the state of each parameter of a model that also has some in fp32.
+
+    It looks for it in the order of the gradient buffers; the optimizer has those in fp32 first.
+    """
+    if optimizer.is_stub_optimizer:  # this rank trains nothing of this kind
+        return
+    groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
+    for group, (in_fp32, others) in enumerate(groups):
+        for place, weight in enumerate((*in_fp32, *others)):
+            optimizer.model_param_group_index_map[weight] = group, place
 
 
 def _accumulate_in_main_grad(chunk: HiddenStatesGPTModel) -> None:

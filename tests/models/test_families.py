@@ -58,8 +58,8 @@ def test_window_and_rope_theta_replace_those_of_config_json(form: str) -> None:
     given = {"rope_type": "default", "rope_theta": 1e4}
     fields |= {"rope_theta": 1e4} if form == "plain" else {form: given}
     changed = read_architecture(fields, window=999, rope_theta=4e4)
-    assert (changed.max_positions, changed.rope_theta) == (999, 4e4)
-    assert read_architecture(fields).rope_theta == given["rope_theta"] == 1e4
+    assert (changed.max_positions, changed.rotary.theta) == (999, 4e4)
+    assert read_architecture(fields).rotary.theta == given["rope_theta"] == 1e4
     # The exported config.json has them too, and transformers reads the same there.
     assert read_architecture(changed.source) == changed
     own = AutoConfig.for_model(**changed.source)
@@ -71,16 +71,59 @@ def test_settings_that_switch_something_on_are_named_and_those_of_transformers_a
     fields = AutoConfig.for_model(**tiny.config(model_type)).to_dict()
     assert unread_keys(read_architecture(fields).source) == []
     more = {"final_logit_softcapping": 30.0, "residual_multiplier": None, "use_bias": False}
-    assert unread_keys({**fields, **more}) == ["final_logit_softcapping"]
+    inner = fields.get("text_config", fields)
+    inner |= more
+    assert unread_keys(fields) == ["final_logit_softcapping"]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
     """A key may be left out where transformers' default is the implemented value."""
     defaults = AutoConfig.for_model(model_type)
+    defaults = defaults.get_text_config()
     for key, implemented in FAMILIES[model_type].supported.items():
         assert getattr(defaults, key, implemented) == implemented, key
-        read_architecture({k: v for k, v in tiny.config(model_type).items() if k != key})
+        fields = tiny.config(model_type)
+        fields.get("text_config", fields).pop(key, None)
+        read_architecture(fields)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types has 4 layers, 0 of them full_att"),
+        ({"layer_types": ["full_attention"]}, r"layer_types has 1 layers.* expected 4"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types=.* is not supported"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads=3 is not a multiple of"),
+        ({"linear_num_key_heads": None}, "no linear_num_key_heads, which a qwen3_5 config needs"),
+        ({"attn_output_gate": False}, "attn_output_gate=False is not supported for qwen3_5"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}},
+            "partial_rotary_factor=0.2 of head_dim=16 rotates 3 elements",
+        ),
+    ],
+)
+def test_bad_values_of_gated_delta_nets_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_architecture(tiny.config("qwen3_5", **changes))
+    with pytest.raises(ValueError, match="no text_config, which a qwen3_5 config needs"):
+        read_architecture({"model_type": "qwen3_5"})
+
+
+def test_layers_and_rotated_share_have_the_defaults_of_transformers() -> None:
+    fields = tiny.config("qwen3_5", num_hidden_layers=8, rope_parameters={"rope_theta": 1e4})
+    del fields["text_config"]["layer_types"]
+    architecture = read_architecture(fields)
+    assert architecture.delta_layers == (0, 1, 2, 4, 5, 6)
+    assert architecture.rotary.size == 4
+
+
+def test_settings_of_a_nested_config_are_changed_where_they_are_read() -> None:
+    changed = read_architecture(tiny.config("qwen3_5"), window=999, rope_theta=4e4)
+    assert (changed.max_positions, changed.rotary.theta) == (999, 4e4)
+    assert "max_position_embeddings" not in changed.source
+    own = AutoConfig.for_model(**changed.source).get_text_config()
+    assert (own.max_position_embeddings, own.rope_parameters["rope_theta"]) == (999, 4e4)
 
 
 def test_missing_or_malformed_config_json_is_refused(tmp_path: Path) -> None:
@@ -97,8 +140,8 @@ def test_missing_or_malformed_config_json_is_refused(tmp_path: Path) -> None:
 def test_older_rope_settings_are_read() -> None:
     """transformers before 5 wrote rope_theta and rope_scaling side by side."""
     old = tiny.config("llama") | {"rope_parameters": None, "rope_theta": 5e5}
-    assert read_architecture(old).rope_theta == 5e5
+    assert read_architecture(old).rotary.theta == 5e5
     old["rope_scaling"] = {"type": "linear", "factor": 2.0}
-    scaling = read_architecture(old).rope_scaling
+    scaling = read_architecture(old).rotary.scaling
     assert scaling is not None
     assert (scaling.kind, scaling.factor) == ("linear", 2.0)

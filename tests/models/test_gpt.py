@@ -29,6 +29,14 @@ def test_layout_that_cannot_hold_the_model_is_refused(
         build_model(tiny.architecture("qwen3"), replace(world, **layout))
 
 
+def test_gated_delta_nets_refuse_context_parallelism_and_too_many_ranks(world: World) -> None:
+    hybrid = tiny.architecture("qwen3_5", num_key_value_heads=4)
+    with pytest.raises(ValueError, match=r"parallel.context=2: a gated delta net .*context=1"):
+        build_model(hybrid, replace(world, context_size=2))
+    with pytest.raises(ValueError, match=r"parallel\.tensor=4 does not divide linear_num_key"):
+        build_model(hybrid, replace(world, tensor_size=4))
+
+
 def test_context_parallelism_in_fp32_is_refused_with_transformer_engine(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import FAMILIES, read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.huggingface import export_hf, load_hf
+from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import World
 from tests.models import tiny
 
@@ -48,11 +49,13 @@ MODELS = {model_type: tiny.config(model_type) for model_type in FAMILIES} | {
 def _save_transformers_model(fields: dict, directory: Path):
     torch.manual_seed(1)
     kind = AutoConfig.for_model(**fields)
-    model = AutoModelForCausalLM.from_config(kind).eval()
+    auto = AutoModelForImageTextToText if "vision_config" in fields else AutoModelForCausalLM
+    model = auto.from_config(kind).eval()
     # Random norms and biases: their initial ones and zeros would hide that they are not loaded.
-    for name, weight in model.named_parameters():
-        if weight.dim() == 1:
-            torch.nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.add_(torch.randn_like(weight), alpha=0.2)
     model.save_pretrained(directory, max_shard_size="40KB")
     return model
 
@@ -66,22 +69,24 @@ def test_logits_and_exported_weights_equal_transformers(
     chunks = build_model(read_architecture(tmp_path / "in"), world, seed=None)
     load_hf(chunks, tmp_path / "in")
 
-    batch = tiny.microbatch([60, 9, 1, 17])
+    batch = tiny.microbatch([90, 9, 1, 17])
     head = output_head(chunks)
     assert head is not None
-    with torch.no_grad():
-        logits_TV = forward_hidden(chunks[0], batch) @ head.weight_VH.T
-        begin = 0
-        for length in (60, 9, 1, 17):
-            tokens = batch.tokens_T[begin : begin + length]
-            wanted = transformers_model(tokens[None]).logits[0]
-            torch.testing.assert_close(
-                logits_TV[begin : begin + length], wanted, rtol=1e-5, atol=1e-5
-            )
-            begin += length
+    logits_TV = forward_hidden(chunks[0], batch) @ head.weight_VH.T
+    weights_TV = torch.linspace(-1, 1, logits_TV.numel()).view_as(logits_TV)
+    (logits_TV * weights_TV).sum().backward()
+    # Rounding grows in normalised keys: with delta nets transformers is 5e-5 from its fp64 result.
+    tolerance = 1e-5 if chunks[0].architecture.delta_net is None else 1e-4
+    begin = 0
+    for length in (90, 9, 1, 17):
+        part = slice(begin, begin + length)
+        wanted = transformers_model(batch.tokens_T[None, part]).logits[0]
+        torch.testing.assert_close(logits_TV[part], wanted, rtol=1e-5, atol=tolerance)
+        (wanted * weights_TV[part]).sum().backward()
+        begin += length
 
     before = os.umask(0o027)
-    export_hf(chunks, tmp_path / "out")
+    export_hf(chunks, tmp_path / "out", base=tmp_path / "in")
     os.umask(before)
     assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o640
     original = {}
@@ -90,10 +95,24 @@ def test_logits_and_exported_weights_equal_transformers(
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[key], original[key]) for key in original)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    again = type(transformers_model).from_pretrained(tmp_path / "out")
     with torch.no_grad():
         tokens = batch.tokens_T[None, :60]
         assert torch.equal(again(tokens).logits, transformers_model(tokens).logits)
+    for model in (chunks[0], transformers_model):  # gradients by the names of files
+        _put_gradients_in_place_of_weights(model)
+    transformers_model.save_pretrained(tmp_path / "gradients")
+    wanted_of = load_file(tmp_path / "gradients" / "model.safetensors")
+    for name, gradient in iter_hf_tensors(chunks):
+        error = (gradient - wanted_of[name]).abs().max() / wanted_of[name].abs().max()
+        assert error < 2 * tolerance, f"the gradient of {name} differs by {error:.1e}"
+
+
+@torch.no_grad()
+def _put_gradients_in_place_of_weights(model) -> None:
+    for weight in model.parameters():
+        if weight.grad is not None:  # a text has none in the part for images
+            weight.copy_(weight.grad)
 
 
 def test_bf16_weights_are_loaded_and_exported_bit_identically(world: World, tmp_path: Path) -> None:

@@ -8,16 +8,19 @@ from stable_opd_mcore.models.families import FAMILIES
 from tests.models import tiny
 
 
-def _shard(full, layout, architecture, rank, size):
-    parts = [tensor[tensors.own_part(tensor.shape, layout, rank, size)] for tensor in full]
-    return tensors.join_parts(parts, layout, architecture, size)
+def _shard(full, entry, architecture, rank, size):
+    by_name = dict(zip(entry.hf_names, full, strict=True))
+    own = tensors.own_parts(entry, architecture, rank, size)
+    parts = [by_name[name][part] for name, part in own]
+    return tensors.join_parts(parts, entry.layout, architecture, size)
 
 
 def test_the_last_of_many_ranks_holds_only_padding() -> None:
     architecture = tiny.architecture("qwen3")
     rows = -(-tiny.VOCAB_SIZE // 40)
     assert rows * 39 > tiny.VOCAB_SIZE
-    shard = _shard([torch.ones(tiny.VOCAB_SIZE, 2)], "vocab", architecture, 39, 40)
+    embedding = tensors.canonical_parameters(architecture)[0]
+    shard = _shard([torch.ones(tiny.VOCAB_SIZE, 2)], embedding, architecture, 39, 40)
     assert shard.shape == (rows, 2)
     assert shard.eq(0).all()
 
@@ -25,10 +28,10 @@ def test_the_last_of_many_ranks_holds_only_padding() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_unshard_inverts_the_cut(model_type: str, size: int) -> None:
-    architecture = tiny.architecture(model_type, num_hidden_layers=1)
+    architecture = tiny.architecture(model_type, num_hidden_layers=4)
     for entry in tensors.canonical_parameters(architecture):
         full = [torch.randn(tensors.hf_shape(name, architecture)) for name in entry.hf_names]
-        shards = [_shard(full, entry.layout, architecture, rank, size) for rank in range(size)]
-        joined = tensors.unshard(shards, entry.layout, architecture)
+        shards = [_shard(full, entry, architecture, rank, size) for rank in range(size)]
+        joined = tensors.unshard(shards, entry, architecture)
         for name, before, after in zip(entry.hf_names, full, joined, strict=True):
             assert torch.equal(before, after), name

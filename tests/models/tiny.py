@@ -16,11 +16,43 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+DELTA_NETS = {  # Qwen3.5: three layers of four
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+    },
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 32,
+    "patch_size": 2,
+}
 VOCAB_SIZE = 53  # no multiple of any tensor size: the vocabulary is padded
 
 
 def config(model_type: str, **changes: Any) -> dict[str, Any]:
-    """The fields of a config.json with four layers."""
+    """The fields of a config.json with four layers; `changes` of its decoder."""
+    if model_type == "qwen3_5":
+        text = config("qwen3_5_text", **changes)
+        return {
+            "model_type": model_type,
+            "text_config": text,
+            "vision_config": VISION,
+            "tie_word_embeddings": text["tie_word_embeddings"],
+        }
     return {
         "model_type": model_type,
         "num_hidden_layers": 4,
@@ -37,6 +69,7 @@ def config(model_type: str, **changes: Any) -> dict[str, Any]:
         "initializer_range": 0.1,
         "hidden_act": "silu",
         **(EXPERTS if model_type == "qwen3_moe" else {}),
+        **(DELTA_NETS if model_type == "qwen3_5_text" else {}),
     } | changes
 
 

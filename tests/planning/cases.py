@@ -49,6 +49,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "intermediate_size": 12288,
     },
+    "qwen3_5_text": {  # Qwen3.5-4B's
+        "hidden_size": 2560,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "intermediate_size": 9216,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
     "llama": {
         "hidden_size": 2048,
         "num_attention_heads": 32,

@@ -38,7 +38,7 @@ def test_the_supervised_runs_ask_for_the_window_that_later_runs_start_with():
     models = read_models(load_config(CONFIGS / "sft_7b.yaml"))
     later = read_models(load_config(CONFIGS / "stable_opd_7b.yaml"))
     for student in (models.student, later.student):
-        assert (student.max_positions, student.rope_theta) == (16384, 40000.0)
+        assert (student.max_positions, student.rotary.theta) == (16384, 40000.0)
     published, _ = model_source(ModelConfig(path="models/Qwen2.5-Math-7B"), "student")
     assert read_architecture(published).max_positions == 4096
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM, Qwen3_5ForCausalLM
 
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
@@ -23,6 +23,7 @@ from tests.rollout.tiny import (
     decode,
     make_prompts,
     sample_in_pieces,
+    save_tiny,
 )
 from tests.shares import weights_of
 
@@ -49,11 +50,13 @@ def tokens_of(rollout) -> tuple[int, ...]:
     return tuple(rollout.token_ids.tolist())
 
 
-def assert_full_softmax(transformer, rollouts, temperature: float = 1.0) -> None:
+def assert_full_softmax(
+    transformer, rollouts, temperature: float = 1.0, atol: float = 1e-5
+) -> None:
     for rollout in rollouts:
         logprobs = torch.log_softmax(full_forward_logits(transformer, rollout) / temperature, 1)
         expected = logprobs.gather(1, torch.tensor(tokens_of(rollout))[:, None])[:, 0]
-        assert torch.allclose(torch.tensor(rollout.rollout_logprobs), expected, atol=1e-5)
+        assert torch.allclose(torch.tensor(rollout.rollout_logprobs), expected, atol=atol)
 
 
 def test_greedy_is_the_argmax_of_the_full_forward(engine, transformer):
@@ -73,6 +76,16 @@ def test_logprobs_are_the_full_softmax_at_the_temperature(engine, transformer, t
     ]
     assert len({tokens_of(r) for r in rollouts}) == 12
     assert_full_softmax(transformer, rollouts, temperature)
+
+
+def test_states_of_delta_nets_are_those_of_the_full_forward(tmp_path, world):
+    """Rows of different lengths, repeated for their samples, of which some leave early."""
+    path = save_tiny(tmp_path / "model", "qwen3_5_text")
+    sampling = Sampling(max_new_tokens=70, num_samples=3, stop_token_ids=(4, 9))
+    rollouts = build_engine(path, world).generate(make_prompts(5), sampling, step=2)
+    assert len({len(rollout.token_ids) for rollout in rollouts}) > 5
+    transformer = Qwen3_5ForCausalLM.from_pretrained(path).eval()
+    assert_full_softmax(transformer, rollouts, atol=2e-4)
 
 
 def test_a_rollout_does_not_depend_on_the_other_rows(engine, tiny_path, world):

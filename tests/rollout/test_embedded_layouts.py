@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig
@@ -73,8 +74,10 @@ def run_layouts(rank: int, world_size: int, model: Path, results: Path) -> None:
         stop_world()
 
 
-def test_rollouts_and_scores_do_not_depend_on_the_layout(tmp_path):
-    model = save_tiny(tmp_path / "model")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text"])
+def test_rollouts_and_scores_do_not_depend_on_the_layout(tmp_path, family):
+    model = save_tiny(tmp_path / "model", family)
+    rounding = 1e-5 if family == "qwen2" else 2e-4  # it grows in normalised keys
     run_ranks(4, run_layouts, model, tmp_path)
     found = {
         name: [torch.load(tmp_path / f"{name}_{rank}.pt", weights_only=False) for rank in range(4)]
@@ -95,10 +98,10 @@ def test_rollouts_and_scores_do_not_depend_on_the_layout(tmp_path):
             for key, rollout in rollouts.items():
                 other = expected[key]
                 np.testing.assert_allclose(
-                    rollout.rollout_logprobs, other.rollout_logprobs, atol=1e-5, rtol=0
+                    rollout.rollout_logprobs, other.rollout_logprobs, atol=rounding, rtol=0
                 )
                 assert rollout == replace(other, rollout_logprobs=rollout.rollout_logprobs)
             for ours, theirs in zip(scores, expected_scores, strict=False):
                 assert torch.equal(ours[0], theirs[0]), name
-                torch.testing.assert_close(ours[1:], theirs[1:], atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(ours[1:], theirs[1:], atol=rounding, rtol=rounding)
         assert ChainMap(*replicas.values()).keys() == expected.keys(), name

@@ -1,10 +1,10 @@
 """The checksums that a server must report after a sync, computed from the trainer's tensors.
 
 SGLang's /weights_checker gives one 64-bit hash per parameter and tensor rank, of the bytes as its
-layers hold them: q, k and v fused, gate and up fused, the experts of a layer stacked, cut by rows
-or columns, the vocabulary padded. `ExpectedChecksums` lays out the trainer's Hugging Face tensors
-in the same way, one at a time, and hashes the pieces. Equal hashes mean equal bits. Unquantised
-weights only.
+layers hold them: q, k and v fused, gate and up fused, the projections into a gated delta net fused
+to two, the experts of a layer stacked, cut by rows or columns, the vocabulary padded.
+`ExpectedChecksums` lays out the trainer's Hugging Face tensors in the same way, one at a time, and
+hashes the pieces. Equal hashes mean equal bits. Unquantised weights only.
 """
 
 from __future__ import annotations
@@ -24,15 +24,38 @@ _FUSED = {  # part of our name -> (part of SGLang's name, the fused parts in ord
     for fused, parts in {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
+        "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+        "in_proj_ba": ("in_proj_b", "in_proj_a"),
     }.items()
     for part in parts
 }
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
-_COLUMNS = ("o_proj.weight", "down_proj.weight")
+_COLUMNS = ("o_proj.weight", "down_proj.weight", "out_proj.weight")
+_ROWS = (
+    "q_proj",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "linear_attn.A_log",
+    "linear_attn.dt_bias",
+)
+_DELTA_CHANNELS = ("in_proj_qkv", "conv1d.weight")  # rows of q, k and v, each cut by itself
+_UNTRAINED = "visual."  # a server's parameters that no tensor of the trainer is for
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 # SGLang pads these with zeros to a multiple
 _VOCABULARY_MULTIPLE = 64  # the vocabulary's rows
 _CPU_MLP_MULTIPLE = 32  # each rank's width of an MLP and of an expert, on a CPU
+
+
+def name_on_server(name: str, architecture: Architecture) -> str:
+    """The name under which a server gets a tensor: of a decoder by itself, which SGLang's classes
+    of models with other parts take, too."""
+    return name.replace(architecture.family.prefix, "model.", 1)
+
+
+def dtype_on_server(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The type in which a server of precision `dtype` holds a tensor."""
+    return torch.float32 if name.endswith(".A_log") else dtype
 
 
 class ExpectedChecksums:
@@ -48,6 +71,7 @@ class ExpectedChecksums:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor in the server's precision; keep it as it is until its partners are added."""
+        name = self._parameter_name(name)
         if expert := _EXPERT.fullmatch(name):
             self._add_expert(expert[1], int(expert[2]), expert[3], tensor)
             return
@@ -63,6 +87,11 @@ class ExpectedChecksums:
             del self._parts[fused_name]
             pieces = [[self._shard(key, parts[key], r) for key in order] for r in range(self._size)]
             self._enter(fused_name, pieces)
+
+    def _parameter_name(self, name: str) -> str:
+        """What SGLang's model class calls a tensor before it fuses some."""
+        name = name_on_server(name, self._architecture)
+        return name.replace(".self_attn.", ".") if self._architecture.family.delta_nets else name
 
     def _add_expert(self, layer: str, index: int, kind: str, tensor: Tensor) -> None:
         """One matrix of an expert. A layer's experts come in order, gate and up before down."""
@@ -92,8 +121,13 @@ class ExpectedChecksums:
             return tensor.chunk(size // copies)[rank // copies]
         if name in ("gate_proj", "up_proj"):
             return self._cut(tensor, rank, 0, self._mlp_multiple)
-        if name == "q_proj":
+        if name.endswith(_ROWS):
             return self._cut(tensor, rank, 0)
+        if name.endswith(_DELTA_CHANNELS):
+            net = self._architecture.delta_net
+            assert net is not None
+            parts = tensor.split((net.keys, net.keys, net.values))
+            return torch.cat([self._cut(part, rank, 0) for part in parts])
         if name.endswith(_COLUMNS):
             is_mlp = name.endswith("down_proj.weight")
             return self._cut(tensor, rank, 1, self._mlp_multiple if is_mlp else 1)
@@ -115,7 +149,8 @@ class ExpectedChecksums:
 
 def differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
     """Names whose checksums differ or that one side lacks."""
-    names = sorted(expected.keys() | actual.keys())
+    trained = {name for name in actual if not name.startswith(_UNTRAINED)}
+    names = sorted(expected.keys() | trained)
     return [name for name in names if expected.get(name) != actual.get(name)]
 
 

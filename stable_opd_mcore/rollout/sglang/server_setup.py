@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.planning.topology import MEMORY_SHARES, server_dtype
 from stable_opd_mcore.serving.api_key import read_api_key
@@ -68,4 +69,23 @@ def model_config(architecture: Architecture) -> dict[str, Any]:
     own_class = {"architectures": [architecture.family.sglang_class]}
     window = architecture.max_positions + UNUSED_POSITIONS
     own = {"eos_token_id": None, "max_position_embeddings": window}
-    return own_class | architecture.source | own
+    source = architecture.source
+    if architecture.family.nested:  # served without the parts that texts do not need
+        own |= {"tie_word_embeddings": architecture.tied}
+        source = {"model_type": f"{architecture.model_type}_text"} | source["text_config"]
+    if architecture.delta_net is not None:
+        own |= {"full_attention_interval": _attention_interval(architecture)}
+    return own_class | source | own
+
+
+def _attention_interval(architecture: Architecture) -> int:
+    """The number n of which every n-th layer has attention, as SGLang reads it."""
+    layers = range(architecture.num_layers)
+    every = next(layer for layer in layers if layer not in architecture.delta_layers) + 1
+    if architecture.delta_layers != tuple(i for i in layers if (i + 1) % every):
+        raise UserError(
+            f"layer_types: gated delta nets in layers {list(architecture.delta_layers)} of "
+            f"{architecture.num_layers}; SGLang serves only models with attention in every n-th "
+            "layer: take another model, or set rollout.engine=embedded"
+        )
+    return every

@@ -25,7 +25,12 @@ from torch.nn import Module
 
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
-from stable_opd_mcore.rollout.sglang.checksums import ExpectedChecksums, differences
+from stable_opd_mcore.rollout.sglang.checksums import (
+    ExpectedChecksums,
+    differences,
+    dtype_on_server,
+    name_on_server,
+)
 from stable_opd_mcore.rollout.sglang.group import in_daemon
 from stable_opd_mcore.rollout.sglang.transports import Bucket, Buffers, Target, Transport, ask_all
 from stable_opd_mcore.serving import timeouts
@@ -98,22 +103,29 @@ def _gather(chunks: Sequence[Module]) -> None:
 def make_buckets(
     chunks: Sequence[Module], dtype: torch.dtype, bucket_bytes: int, buffers: Buffers
 ) -> Iterator[Bucket]:
-    """Whole tensors cast to `dtype`, packed into two buffers in turn; a large one by itself."""
-    shapes = tensors.hf_shapes(architecture_of(chunks))
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    """Whole tensors cast to the server's types, packed into two buffers in turn; a large one by
+    itself."""
+    architecture = architecture_of(chunks)
+    shapes = tensors.hf_shapes(architecture)
+    sizes = {
+        name: math.prod(shape) * dtype_on_server(name, dtype).itemsize
+        for name, shape in shapes.items()
+    }
     bucket_bytes = min(bucket_bytes, sum(sizes.values()))
     buffer = torch.empty(0, dtype=torch.uint8)
     pending: list[tuple[str, Tensor]] = []
     used = 0
     for name, tensor in iter_hf_tensors(chunks):
-        if pending and used + sizes[name] > len(buffer):
+        own_dtype = dtype_on_server(name, dtype)
+        is_aligned = used % own_dtype.itemsize == 0
+        if pending and (used + sizes[name] > len(buffer) or not is_aligned):
             yield Bucket(buffer[:used], tuple(pending))
             pending, used = [], 0
         if not pending:
             buffer = buffers.take(max(sizes[name], bucket_bytes), tensor.device)
-        view = buffer[used : used + sizes[name]].view(dtype).view(tensor.shape)
+        view = buffer[used : used + sizes[name]].view(own_dtype).view(tensor.shape)
         view.copy_(tensor)
-        pending.append((name, view))
+        pending.append((name_on_server(name, architecture), view))
         used += sizes[name]
     yield Bucket(buffer[:used], tuple(pending))
 
@@ -135,7 +147,7 @@ def _verify_all(
     finish = in_daemon(lambda: ask_all(alive, lambda t: sessions[t.name].finish()), "verify")
     for name, tensor in iter_hf_tensors(chunks):
         for checksums in expected.values():
-            checksums.add(name, tensor.to(dtype))
+            checksums.add(name, tensor.to(dtype_on_server(name, dtype)))
     answers, failed = finish.result()
 
     def stamp(target: Target) -> None:

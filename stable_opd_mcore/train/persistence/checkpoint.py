@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -261,9 +261,23 @@ def _state_dict(student: Student, moving: Mapping[str, Moving], loading: bool) -
 
 
 def _shape_of(student: Student) -> dict[str, Any]:
-    """What must agree between a checkpoint and the model that reads it."""
-    values = asdict(architecture_of(student.chunks))
-    return {name: values[name] for name in values.keys() - {"source", "initializer_range"}}
+    """What must agree between a checkpoint and the model that reads it, as JSON has it.
+
+    The names are those of checkpoints that were written before there were delta nets and YaRN.
+    """
+    architecture = architecture_of(student.chunks)
+    values = asdict(replace(architecture, source={}))
+    rotary = values.pop("rotary")
+    values |= {"rope_theta": rotary["theta"], "rope_scaling": rotary["scaling"]}
+    if rotary["scaling"] and rotary["scaling"]["kind"] != "yarn":
+        for key in ("beta_fast", "beta_slow", "truncate", "attention_factor"):
+            del rotary["scaling"][key]
+    if architecture.delta_net is None:
+        del values["delta_net"], values["delta_layers"]
+    else:
+        values["rotary_size"] = rotary["size"]
+    del values["source"], values["initializer_range"]
+    return json.loads(json.dumps(values))
 
 
 def find_fault(path: Path) -> str | None:

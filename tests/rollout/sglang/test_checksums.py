@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.tensors import hf_shapes
 from stable_opd_mcore.rollout.sglang.checksums import (
     ExpectedChecksums,
     cpu_hash,
+    differences,
     gpu_hash,
 )
 from tests.integration.sglang_tools import architecture
+from tests.models import tiny
 
 
 def kernel_hash(words: np.ndarray, tile: int = 8192) -> str:
@@ -102,6 +105,43 @@ def test_experts_are_stacked_padded_and_cut_within_each():
     assert expected.per_rank[1] == {
         f"{stacked}.{name}_weight": cpu_hash([tensor]) for name, tensor in last.items()
     }
+
+
+def test_projections_of_a_gated_delta_net_are_fused_and_each_part_is_cut_by_itself():
+    fields = tiny.architecture("qwen3_5")
+    net = fields.delta_net
+    assert net is not None
+    expected = ExpectedChecksums(fields, 2, on_gpu=False)
+    layer = "model.language_model.layers.0.linear_attn."
+    full = {
+        name: torch.randn(shape)
+        for name, shape in hf_shapes(fields).items()
+        if name.startswith(layer)
+    }
+    for name, tensor in full.items():
+        expected.add(name, tensor)
+    for rank, found in enumerate(expected.per_rank):
+
+        def half(kind: str, *widths: int, rank: int = rank) -> torch.Tensor:
+            tensor = full[layer + kind]
+            parts = tensor.split(widths) if widths else (tensor,)
+            return torch.cat([part.chunk(2)[rank] for part in parts])
+
+        of_qkv = (net.keys, net.keys, net.values)
+        wanted = {
+            "in_proj_qkvz.weight": torch.cat(
+                (half("in_proj_qkv.weight", *of_qkv), half("in_proj_z.weight"))
+            ),
+            "in_proj_ba.weight": torch.cat((half("in_proj_b.weight"), half("in_proj_a.weight"))),
+            "conv1d.weight": half("conv1d.weight", *of_qkv),
+            "A_log": half("A_log"),
+            "dt_bias": half("dt_bias"),
+            "norm.weight": full[layer + "norm.weight"],
+            "out_proj.weight": full[layer + "out_proj.weight"].chunk(2, dim=1)[rank],
+        }
+        names = {f"model.layers.0.linear_attn.{kind}": wanted[kind] for kind in wanted}
+        assert found == {name: cpu_hash([tensor]) for name, tensor in names.items()}
+    assert differences({}, {"visual.norm.weight": "untrained"}) == []
 
 
 def test_vocabulary_is_padded_to_a_multiple_of_64():

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.rollout.sglang.server_setup import (
     model_config,
@@ -54,6 +56,19 @@ def test_a_model_directory_names_the_class_that_sglang_loads(tmp_path):
     named = read_architecture(fields | {"architectures": ["Qwen2Special"]})
     write_model_config(named, path)  # a second run of the same name
     assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen2Special"]
+
+
+def test_a_model_with_other_parts_is_served_by_its_decoder():
+    nested = read_architecture(tiny.config("qwen3_5", tie_word_embeddings=True))
+    fields = model_config(nested)
+    assert fields["architectures"] == ["Qwen3_5ForCausalLM"]
+    assert fields["full_attention_interval"] == 4
+    served = read_architecture(fields)
+    assert (served.model_type, served.tied) == ("qwen3_5_text", True)
+    assert served.max_positions == nested.max_positions + UNUSED_POSITIONS
+    irregular = ["full_attention", "linear_attention", "full_attention", "full_attention"]
+    with pytest.raises(ValueError, match=r"only models with attention in every n-th layer"):
+        model_config(read_architecture(tiny.config("qwen3_5", layer_types=irregular)))
 
 
 def test_servers_know_no_stop_id_but_those_of_a_request():

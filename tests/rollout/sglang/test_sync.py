@@ -30,6 +30,7 @@ from stable_opd_mcore.rollout.sglang.transports import (
 )
 from stable_opd_mcore.serving.client import SglangClient
 from tests.integration.sglang_tools import architecture
+from tests.models import tiny
 from tests.parallel.launch import run_ranks
 from tests.rollout.weight_receiver import receiver
 from tests.train.runs import tiny_config
@@ -63,6 +64,22 @@ def test_buckets_hold_every_tensor_once_in_two_buffers(chunks, dtype):
 
     again = [b.flat.data_ptr() for b in make_buckets(chunks, dtype, BUCKET, buffers)]
     assert len(set(again)) == 2, "a second publish reuses the memory of the first"
+
+
+def test_decay_rates_travel_in_fp32_to_servers_in_bf16(world):
+    """Odd sizes before them would put them at places that no view in fp32 can begin at."""
+    fields = tiny.architecture("qwen3_5", linear_num_value_heads=6, linear_value_head_dim=3)
+    chunks = build_model(fields, world, precision="bf16", trainable=False, seed=2)
+    packed = {
+        name: tensor.clone()
+        for bucket in make_buckets(chunks, torch.bfloat16, BUCKET, Buffers())
+        for name, tensor in bucket.tensors
+    }
+    for name, tensor in iter_hf_tensors(chunks):
+        in_fp32 = name.endswith(".A_log")
+        found = packed[name.replace("model.language_model.", "model.")]
+        assert found.dtype == (torch.float32 if in_fp32 else torch.bfloat16)
+        assert torch.equal(found, tensor.to(found.dtype))
 
 
 def test_a_small_models_bucket_is_as_large_as_the_model(chunks):

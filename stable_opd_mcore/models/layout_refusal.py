@@ -1,0 +1,64 @@
+"""Which grids of ranks can hold a model."""
+
+from __future__ import annotations
+
+from stable_opd_mcore.models.families import Architecture
+
+_CUT_OVER_TENSOR_RANKS = ("num_attention_heads", "num_key_value_heads")
+
+
+def layout_refusal(
+    architecture: Architecture,
+    tensor: int,
+    pipeline: int,
+    num_chunks: int = 1,
+    *,
+    context: int = 1,
+    expert: int = 1,
+    sequence: bool = True,
+) -> str | None:
+    """Why these ranks, with `num_chunks` on each stage, cannot hold the model; None if they can."""
+    experts, net = architecture.experts, architecture.delta_net
+    cut = {name: getattr(architecture, name) for name in _CUT_OVER_TENSOR_RANKS}
+    if experts is None:
+        cut["ffn_hidden_size"] = architecture.ffn_hidden_size
+    if net is not None:
+        cut["linear_num_key_heads"] = net.num_key_heads
+    for name, number in cut.items():
+        if number % tensor:
+            return (
+                f"parallel.tensor={tensor} does not divide {name}={number} of this "
+                f"{architecture.model_type} model: choose a tensor size among "
+                f"{_divisors(architecture.num_key_value_heads)}"
+            )
+    if context > 1 and net is not None:
+        return (
+            f"parallel.context={context}: a gated delta net of this "
+            f"{architecture.model_type} model needs whole sequences on a rank; set "
+            "parallel.context=1, and for memory a larger parallel.tensor or train.recompute=full"
+        )
+    stages = pipeline * num_chunks
+    if architecture.num_layers % stages:
+        return (
+            f"{architecture.num_layers} layers do not divide into parallel.pipeline={pipeline} x "
+            f"parallel.virtual_pipeline={num_chunks} = {stages} stages: choose a product among "
+            f"{_divisors(architecture.num_layers)}"
+        )
+    if experts is None:
+        return None
+    if experts.number % expert:
+        return (
+            f"parallel.expert={expert} does not divide the {experts.number} experts of this "
+            f"{architecture.model_type} model: choose among {_divisors(experts.number)}"
+        )
+    if tensor > 1 and not sequence:
+        return (
+            f"parallel.tensor={tensor} with parallel.sequence=false: every tensor rank would send "
+            f"the same tokens to the experts of this {architecture.model_type} model; set "
+            "parallel.sequence=true"
+        )
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,89 @@
+"""A student with gated delta nets gives the numbers of one rank on every layout, resumed from
+another; in bf16 its decay rates are trained, saved and exported in fp32.
+
+The embedded engine samples the rollouts on each layout, so decoding is compared, too.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.models.tensors import hf_shapes
+from stable_opd_mcore.train.loop import train
+from tests.models import tiny
+from tests.parallel.launch import run_ranks
+from tests.train.runs import metrics_of, tiny_architecture, tiny_config
+
+pytestmark = pytest.mark.slow
+
+# Layouts of four ranks, in the order in which the run goes through them; data parallelism takes
+# the ranks that are left.
+LAYOUTS = {
+    "tp2_sp": {"tensor": 2, "sequence": True},
+    "pp2_vpp2": {"pipeline": 2, "virtual_pipeline": 2},
+    "tp2_pp2": {"tensor": 2, "pipeline": 2},
+    "dp4": {},
+}
+HYBRID = tiny.config("qwen3_5", vocab_size=27, num_attention_heads=2, rms_norm_eps=1e-5)
+KEYS = ("loss/total", "loss/pg", "grad_norm")
+
+
+def config_of(directory: Path, name: str, steps: int, **sections: Any) -> Config:
+    sections = {
+        "student": {"architecture": HYBRID},
+        "teacher": {"architecture": tiny_architecture(24, 4)},
+        "rollout": {"prompts_per_step": 5, "samples_per_prompt": 1},  # unequal shares of four ranks
+        "sampling": {"max_new_tokens": 8},
+        **sections,
+        "train": {"steps": steps, "micro_batch_tokens": 96, **sections.get("train", {})},
+    }
+    return tiny_config(directory, name, **sections)
+
+
+def on_one_rank(rank: int, world_size: int, directory: str) -> None:
+    train(config_of(Path(directory), "one_rank", len(LAYOUTS)), show_progress=False)
+
+
+def on_every_layout(rank: int, world_size: int, directory: str) -> None:
+    path = Path(directory)
+    for steps, parallel in enumerate(LAYOUTS.values(), start=1):  # each shows the last one's update
+        config = config_of(path, "resumed", steps, parallel=parallel, train={"recompute": "full"})
+        train(config, show_progress=False)
+    bf16: dict[str, Any] = {"parallel": LAYOUTS["tp2_pp2"], "train": {"precision": "bf16"}}
+    train(config_of(path, "bf16", 3, **bf16), show_progress=False)
+    for steps in (2, 3):
+        train(config_of(path, "bf16_resumed", steps, **bf16), show_progress=False)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("runs")
+    run_ranks(1, on_one_rank, str(directory))
+    run_ranks(4, on_every_layout, str(directory))
+    return directory
+
+
+def test_losses_and_gradients_are_those_of_one_rank(runs):
+    found, expected = metrics_of(runs / "resumed"), metrics_of(runs / "one_rank")
+    assert len(found) == len(expected) == len(LAYOUTS)
+    for key in KEYS:
+        wanted = [row[key] for row in expected]
+        assert [row[key] for row in found] == pytest.approx(wanted, rel=1e-3, abs=1e-6), key
+
+
+def test_decay_rates_of_a_model_in_bf16_are_trained_and_exported_in_fp32(runs):
+    assert metrics_of(runs / "bf16_resumed") == metrics_of(runs / "bf16")
+    whole, resumed = (
+        load_file(runs / name / "model" / "model.safetensors") for name in ("bf16", "bf16_resumed")
+    )
+    assert whole.keys() == resumed.keys() == hf_shapes(tiny.architecture("qwen3_5")).keys()
+    for name, tensor in whole.items():
+        in_fp32 = name.endswith((".A_log", ".linear_attn.norm.weight"))
+        assert tensor.dtype == (torch.float32 if in_fp32 else torch.bfloat16), name
+        assert torch.equal(tensor, resumed[name]), name
+        if name.endswith(".A_log"):
+            assert not torch.equal(tensor, tensor.bfloat16().float())
