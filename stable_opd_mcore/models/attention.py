@@ -170,7 +170,8 @@ class TorchSelfAttention(SelfAttention):
         )
         heads = (rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), value)
         buckets, keys = packed_seq_params.buckets, packed_seq_params.keys
-        output = _packed(*heads, buckets=buckets, keys=keys)
+        scale = self.config.softmax_scale
+        output = _packed(*heads, buckets=buckets, keys=keys, scale=scale)
         for gate in gates:
             output = output * gate.flatten(2).sigmoid()
         return self.linear_proj(output)
@@ -182,6 +183,7 @@ def _packed(
     value: Tensor,
     buckets: Buckets,
     keys: GatheredKeys | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention within each sequence of [T, 1, heads, D], as [T, 1, A D]."""
     parts = []
@@ -192,7 +194,13 @@ def _packed(
     heads = (_rectangles(query, buckets), _rectangles(key, whole), _rectangles(value, whole))
     for q, k, v, mask in zip(*heads, masks, strict=True):
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         parts.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
     return from_rectangles(parts, buckets).unsqueeze(1)

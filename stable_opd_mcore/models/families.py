@@ -22,7 +22,8 @@ class Family:
     sglang_class: str  # SGLang's name of the decoder's class, for config.json's "architectures"
     qkv_bias: bool
     qk_norm: bool
-    supported: Mapping[str, Any]  # the only implemented value of these keys, also their default
+    supported: Mapping[str, Any]  # the only implemented value of these keys, mostly their default
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # other ones that a missing key has
     expert_width: str | None = None  # the key of the experts' width; None: one dense MLP a layer
     nested: bool = False  # settings in text_config, tensors in model.language_model
     zero_centred_norms: bool = False  # they multiply by 1 + weight
@@ -70,6 +71,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama": Family(
         "LlamaForCausalLM", qkv_bias=False, qk_norm=False, supported=_PLAIN | _NO_ATTENTION_BIAS
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        qkv_bias=False,
+        qk_norm=False,
+        supported=_PLAIN | {"sliding_window": None},
+        defaults={"sliding_window": 4096},
     ),
     # Qwen3.5, 3.6 and 3.8: as published, and as transformers saves the text model by itself
     "qwen3_5": Family("Qwen3_5ForCausalLM", nested=True, **_QWEN3_5),
@@ -235,9 +243,10 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     """Raise a UserError for a setting that switches something on which the family lacks."""
     model_type = fields.values["model_type"]
     for key, wanted in family.supported.items():
-        if fields.get(key, wanted) != wanted:
+        found = fields.get(key, family.defaults.get(key, wanted))
+        if found != wanted:
             raise UserError(
-                f"{fields.origin}: {key}={fields.values[key]!r} is not supported for {model_type}; "
+                f"{fields.origin}: {key}={found!r} is not supported for {model_type}; "
                 f"expected {wanted!r}; correct config.json if the weights are not of that kind, "
                 "else take another model"
             )

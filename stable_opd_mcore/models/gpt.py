@@ -126,6 +126,7 @@ def transformer_config(
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=architecture.family.qkv_bias,
+        softmax_scale=architecture.rotary.softmax_scale(architecture.head_dim),
         attention_output_gate=architecture.family.gated_attention,
         layernorm_zero_centered_gamma=architecture.family.zero_centred_norms,
         hetereogenous_dist_checkpoint=architecture.delta_net is not None,  # Megatron's spelling

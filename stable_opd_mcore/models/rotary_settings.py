@@ -13,16 +13,25 @@ from stable_opd_mcore.models.config_fields import Fields
 if TYPE_CHECKING:
     from torch import Tensor
 
+_ORIGINAL = "original_max_position_embeddings"
+
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """Stretched rotary frequencies: "linear" divides all of them, "llama3" the low ones."""
+    """Stretched rotary frequencies: "linear" divides all of them, "llama3" and "yarn" low ones.
+
+    "yarn" also makes the attention sharper (Peng et al., "YaRN", 2023, equations 20 to 22).
+    """
 
     kind: str
     factor: float
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = 1.0  # this and the next: "llama3"
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0  # this and what follows: "yarn"
+    beta_slow: float = 1.0
+    truncate: bool = True  # the bounds of the blend are whole places
+    attention_factor: float = 1.0  # of queries and of keys
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,12 @@ class Rotary:
     size: int  # the first elements of a head, which are rotated; others stay as they are
     theta: float
     scaling: RotaryScaling | None
+
+    def softmax_scale(self, head_dim: int) -> float | None:
+        """What scores are multiplied by; None: 1/sqrt(head_dim)."""
+        if self.scaling is None or self.scaling.attention_factor == 1.0:
+            return None
+        return self.scaling.attention_factor**2 / math.sqrt(head_dim)
 
     def frequencies(self) -> Tensor:
         """Radians per position, fp32 [size / 2]."""
@@ -44,6 +59,9 @@ class Rotary:
             return frequencies
         if scaling.kind == "linear":
             return frequencies / scaling.factor
+        if scaling.kind == "yarn":
+            kept = _yarn_kept(self, scaling)
+            return frequencies * (kept + (1 - kept) / scaling.factor)
         # llama3: stretch wavelengths beyond the original window, keep short ones, blend between.
         wavelengths = 2 * math.pi / frequencies
         turns = scaling.original_max_positions / wavelengths
@@ -52,6 +70,23 @@ class Rotary:
         )
         blend = blend.clamp(0, 1)
         return frequencies * (blend + (1 - blend) / scaling.factor)
+
+
+def _yarn_kept(rotary: Rotary, scaling: RotaryScaling) -> Tensor:
+    """The share of each frequency that is not stretched: 1 for those that turn `beta_fast` times in
+    the original window, 0 for those that turn `beta_slow` times, linear in between."""
+    import torch
+
+    def place(turns: float) -> float:
+        ratio = scaling.original_max_positions / (turns * 2 * math.pi)
+        return rotary.size * math.log(ratio) / (2 * math.log(rotary.theta))
+
+    low, high = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary.size - 1)
+    places = torch.arange(rotary.size // 2, dtype=torch.float32)
+    return 1 - ((places - low) / (high - low or 0.001)).clamp(0, 1)
 
 
 def read_rotary(fields: Fields, head_dim: int, share: float) -> Rotary:
@@ -82,14 +117,21 @@ def read_rotary(fields: Fields, head_dim: int, share: float) -> Rotary:
     kind = _kind(given)["rope_type"]
     if kind == "default":
         return Rotary(size, theta, None)
-    if kind not in ("linear", "llama3"):
+    needed = {"linear": ("factor",), "llama3": ("factor",), "yarn": ("factor", _ORIGINAL)}
+    if kind not in needed:
         raise UserError(
-            f"{origin}: rope_type {kind!r} is not supported; expected default, linear or llama3: "
-            "take another model"
+            f"{origin}: rope_type {kind!r} is not supported; expected default, "
+            f"{', '.join(needed)}: take another model"
         )
-    if "factor" not in given:
-        raise UserError(f"{origin}: no factor, which rope_type {kind!r} needs; add it")
-    original = int(inner.number("original_max_position_embeddings", 8192))
+    for key in needed[kind]:
+        if given.get(key) is None:
+            raise UserError(f"{origin}: no {key}, which rope_type {kind!r} needs; add it")
+    if kind == "yarn" and size < head_dim:
+        raise UserError(
+            f"{origin}: rope_type 'yarn' with {size} rotated elements of head_dim={head_dim} is "
+            "not supported; expected partial_rotary_factor=1: remove the scaling (the window is "
+            "then the original one), or take another model"
+        )
     return Rotary(
         size,
         theta,
@@ -98,9 +140,26 @@ def read_rotary(fields: Fields, head_dim: int, share: float) -> Rotary:
             factor=inner.number("factor", 1.0),
             low_freq_factor=inner.number("low_freq_factor", 1.0),
             high_freq_factor=inner.number("high_freq_factor", 4.0),
-            original_max_positions=original,
+            original_max_positions=int(inner.number(_ORIGINAL, 8192)),
+            beta_fast=inner.number("beta_fast", 32.0),
+            beta_slow=inner.number("beta_slow", 1.0),
+            truncate=bool(given.get("truncate", True)),
+            attention_factor=_attention_factor(inner) if kind == "yarn" else 1.0,
         ),
     )
+
+
+def _attention_factor(given: Fields) -> float:
+    if given.get("attention_factor") is not None:
+        return given.number("attention_factor", 1.0)
+    stretch = max(given.number("factor", 1.0), 1.0)
+
+    def of(scale: float) -> float:
+        return 0.1 * scale * math.log(stretch) + 1.0
+
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return of(given.number("mscale", 1.0)) / of(given.number("mscale_all_dim", 1.0))
+    return of(1.0)
 
 
 def _rotated_size(fields: Fields, inner: Fields, head_dim: int, default: float) -> int:

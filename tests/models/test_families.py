@@ -21,7 +21,11 @@ from tests.models import tiny
         ({"model_type": ["qwen3"]}, r"model_type \['qwen3'\] is not supported"),
         ({"hidden_size": None}, "no hidden_size, which"),
         ({"vocab_size": "many"}, "vocab_size='many' should be a positive whole number"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type 'longrope'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+            "no original_max_position_embeddings, which rope_type 'yarn' needs",
+        ),
         (
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
             "no factor, which rope_type .linear. needs",
@@ -82,10 +86,15 @@ def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
     defaults = AutoConfig.for_model(model_type)
     defaults = defaults.get_text_config()
     for key, implemented in FAMILIES[model_type].supported.items():
-        assert getattr(defaults, key, implemented) == implemented, key
+        usual = FAMILIES[model_type].defaults.get(key, implemented)
+        assert getattr(defaults, key, usual) == usual, key
         fields = tiny.config(model_type)
         fields.get("text_config", fields).pop(key, None)
-        read_architecture(fields)
+        if usual == implemented:
+            read_architecture(fields)
+        else:
+            with pytest.raises(ValueError, match=f"{key}={usual} is not supported"):
+                read_architecture(fields)
 
 
 @pytest.mark.parametrize(

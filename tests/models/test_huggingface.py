@@ -32,6 +32,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_OF_DEEPSEEK = {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16.0, "truncate": False}
 
 
 MODELS = {model_type: tiny.config(model_type) for model_type in FAMILIES} | {
@@ -40,6 +47,8 @@ MODELS = {model_type: tiny.config(model_type) for model_type in FAMILIES} | {
     "qwen3_moe not normalised": tiny.config("qwen3_moe", norm_topk_prob=False),
     "llama": tiny.config("llama", num_key_value_heads=4),
     "llama 3.1": tiny.config("llama", rope_parameters=LLAMA3),
+    "qwen3 yarn": tiny.config("qwen3", rope_parameters=YARN),
+    "llama yarn": tiny.config("llama", rope_parameters=YARN | YARN_OF_DEEPSEEK),
     "llama linear": tiny.config(
         "llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     ),

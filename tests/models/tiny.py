@@ -68,6 +68,7 @@ def config(model_type: str, **changes: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "initializer_range": 0.1,
         "hidden_act": "silu",
+        **({"sliding_window": None} if model_type == "mistral" else {}),
         **(EXPERTS if model_type == "qwen3_moe" else {}),
         **(DELTA_NETS if model_type == "qwen3_5_text" else {}),
     } | changes
