@@ -84,6 +84,7 @@ OF_A_RUN: Checks = {
         sampling.rounded_factors,
         sampling.support,
     ),
+    "environment": (transcripts.failing_environments,),
     "layout": (
         gpu_fit.layout,
         gpu_fit.memory,
@@ -235,9 +236,7 @@ def _prompts(
     return tuple(shown)
 
 
-def _transcripts(pair: Pair, sample: Sample | None) -> tuple[tuple[str, str], ...]:
-    """A sample of several turns as each model reads it; see `_prompts`."""
-    if sample is None:
-        return ()
-    models = pair.models_with_own_tokenizer
-    return tuple((model.role, transcripts.shown_transcript(model, sample)) for model in models)
+def _transcripts(pair: Pair, samples: Sequence[Sample]) -> tuple[tuple[str, str], ...]:
+    """Samples of one conversation as each model reads it; see `_prompts`."""
+    models = pair.models_with_own_tokenizer if samples else ()
+    return tuple((model.role, transcripts.shown_transcript(model, samples)) for model in models)

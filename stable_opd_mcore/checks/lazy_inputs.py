@@ -6,26 +6,28 @@ raises here the UserError that ends `train`. Not here: what does not go together
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from stable_opd_mcore.checks.example_episode import begin_episode
 from stable_opd_mcore.checks.pair import EXAMPLE, ModelFiles, Pair
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.data.chat import Tokenizer, stop_sources
 from stable_opd_mcore.data.prompts import PromptSet
-from stable_opd_mcore.data.samples import golden_samples
+from stable_opd_mcore.data.samples import context_samples, golden_samples
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.models.config_fields import decoder_settings, read_fields
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.planning.hardware import DEVICES, Cluster
 from stable_opd_mcore.planning.plan import Plan, make_plan
-from stable_opd_mcore.records import Sample
+from stable_opd_mcore.records import Rollout, Sample
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
+    environments_of,
     load_held_out,
     load_prompts,
     load_teacher_tokenizer,
@@ -200,15 +202,30 @@ class RunInputs:
         except UserError:
             return EXAMPLE
 
+    @once
+    def example_episodes(self) -> list[tuple[Rollout, str | None]]:
+        """The beginning of an episode in each environment; see `begin_episode`."""
+        if not self.objective.needs_rollouts:
+            return []
+        window, system_prompt = self.architecture.max_positions, self.config.data.system_prompt
+        return [
+            begin_episode(prompt, settings, self.tokenizer, system_prompt, window)
+            for name, settings in environments_of(self.config).items()
+            if (prompt := self.prompts.first_in(name)) is not None
+        ]
+
     @property
-    def transcript(self) -> Sample | None:
-        """The first golden solution of several turns; None without one, or where `train` refuses
-        the rows."""
+    def transcript(self) -> Sequence[Sample]:
+        """The contexts of an example episode, or the first golden solution of several turns; none
+        without one, or where `train` refuses the rows or the environment."""
         try:
+            for episode, failure in self.example_episodes:
+                if failure is None:
+                    return list(context_samples(episode))
             prompt = self.prompts.golden_transcript()
         except UserError:
-            return None
-        return None if prompt is None else golden_samples([prompt])[0]
+            return []
+        return [] if prompt is None else golden_samples([prompt])
 
     @property
     def teacher_example(self) -> str | None:

@@ -4,7 +4,7 @@ The teacher reads the student's tokens, those between two turns included. Not he
 before the first turn (templates.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -30,17 +30,32 @@ def different_bridges(inputs: RunInputs) -> Iterator[Finding]:
             yield finding("different-bridges", role=role, student=own, teacher=other)
 
 
-def _scored_roles(inputs: RunInputs) -> frozenset[str]:
-    """The roles of the messages between turns that the teacher scores."""
+def _scored_roles(inputs: RunInputs) -> set[str]:
+    """The roles of the messages between turns that the teacher scores. What an environment will
+    yield is not known: its messages are mostly the user's."""
+    roles = {"user"} if inputs.config.has_environment else set[str]()
     scores_golden = inputs.config.objective.on_policy_fraction < 1
-    return inputs.prompts.roles_between if scores_golden else frozenset()
+    return roles | inputs.prompts.roles_between if scores_golden else roles
 
 
-def shown_transcript(model: ModelFiles, sample: Sample) -> str:
-    """A sample as this model reads it: its prompt, and each piece, sampled or observed, after it.
+def failing_environments(inputs: RunInputs) -> Iterator[Finding]:
+    """Environments that fail as their first episode begins."""
+    for episode, failure in inputs.example_episodes:
+        if failure is not None:
+            row = episode.prompt.prompt_id
+            yield finding("failing-environment", row=row, failure=failure)
+
+
+def shown_transcript(model: ModelFiles, samples: Sequence[Sample]) -> str:
+    """The contexts of a conversation as this model reads them: of each its prompt, and the pieces
+    after it, sampled or observed.
 
     A prompt of the teacher's own is shown for the teacher.
     """
+    return "\n\n".join(_shown_context(model, sample) for sample in samples)
+
+
+def _shown_context(model: ModelFiles, sample: Sample) -> str:
     is_sampled = np.zeros(len(sample.token_ids), np.bool_)
     is_sampled[sample.places] = True
     start, prompt = sample.num_prompt_tokens, sample.teacher_prompt_token_ids
@@ -49,7 +64,9 @@ def shown_transcript(model: ModelFiles, sample: Sample) -> str:
     parts = [("prompt", prompt)]
     borders = start + 1 + np.flatnonzero(np.diff(is_sampled[start:]))
     for begin, end in zip([start, *borders], [*borders, len(is_sampled)], strict=True):
-        parts.append(("sampled" if is_sampled[begin] else "observed", sample.token_ids[begin:end]))
+        if begin < end:
+            name = "sampled" if is_sampled[begin] else "observed"
+            parts.append((name, sample.token_ids[begin:end]))
     return "\n".join(_piece(model, name, ids.tolist()) for name, ids in parts)
 
 

@@ -202,6 +202,12 @@ class PromptSet:
         index = next(several, None)
         return None if index is None else self[index]
 
+    def first_in(self, environment: str) -> Prompt | None:
+        """The first prompt that this environment answers; None without one."""
+        theirs = (i for i, row in enumerate(self._rows) if row.environment == environment)
+        index = next(theirs, None)
+        return None if index is None else self[index]
+
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts of these rows, in this order."""
         return [self[index] for index in indices]

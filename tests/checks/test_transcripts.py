@@ -20,6 +20,23 @@ TURNS = [
     {"role": role, "content": content}
     for role, content in (("user", "1+1?"), ("assistant", "2"), ("tool", "So?"), ("assistant", "3"))
 ]
+GAME = """
+def episode(row, seed):
+    said = yield None
+    yield f"You said {said} of {row['hint']}."
+
+def restarting(row, seed):
+    yield "Room 1."
+    yield {"restart": "Room 2."}
+
+def ending(row, seed):
+    yield "Room 1."
+    return 1
+
+def failing(row, seed):
+    yield "Room 1."
+    raise KeyError("door")
+"""
 OFF_POLICY = {"objective": {"name": "gkd", "on_policy_fraction": 0.5}}
 
 
@@ -85,8 +102,61 @@ def test_a_long_piece_loses_its_middle_and_one_turn_is_no_transcript(tmp_path):
     inputs = RunInputs(config_of(tmp_path), None)
     ids = inputs.tokenizer.encode("1" * 5000)
     sample = Sample("golden", "p", [9, *ids], [1], 1, [True])
-    shown = shown_transcript(inputs.pair.student, sample)
+    shown = shown_transcript(inputs.pair.student, [sample])
     assert shown.endswith(f"[observed: 4999 tokens]\n{'1' * 200} ... {'1' * 200}")
-    assert RunInputs(config_of(tmp_path, golden="last"), None).transcript is None
+    assert not RunInputs(config_of(tmp_path, golden="last"), None).transcript
     report = check_config(config_of(tmp_path, teacher=OPENS), None)
     assert the(report.findings, "the templates write another text around a tool message")
+
+
+def playing(tmp_path, function, **models):
+    (tmp_path / "game.py").write_text(GAME)
+    environment = {"function": f"{tmp_path}/game.py:{function}"}
+    sections = {"objective": {"name": "opd"}, "environment": environment}
+    return config_of(tmp_path, golden="last", sections=sections, **models)
+
+
+TITLE = "the templates write another text"
+
+
+def test_a_teacher_of_episodes_writes_the_same_around_a_users_message(tmp_path):
+    for teacher, roles in ((TEMPLATE, []), (NO_TOOLS, []), (OPENS, ["user"])):
+        inputs = RunInputs(playing(tmp_path, "episode", teacher=teacher), None)
+        titles = [finding.title for finding in different_bridges(inputs)]
+        assert titles == [f"{TITLE} around a {role} message between two turns" for role in roles]
+
+
+OPENING = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n\n"
+SAID = "[sampled: 4 tokens]\n1+1<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (
+            "episode",
+            "[sampled: 4 tokens]\n1+1<|im_end|>\n"
+            "[observed: 38 tokens]\n\n" + OPENING.format("You said 1+1 of 2.").rstrip("\n"),
+        ),
+        (
+            "restarting",
+            f"[prompt: 26 tokens]\n{OPENING.format('Room 1.')}{SAID}\n\n"
+            f"[prompt: 26 tokens]\n{OPENING.format('Room 2.').rstrip()}",
+        ),
+        ("ending", f"[prompt: 26 tokens]\n{OPENING.format('Room 1.')}{SAID}"),
+    ],
+)
+def test_the_beginning_of_an_episode_is_shown(tmp_path, function, expected):
+    report = check_config(playing(tmp_path, function), None)
+    assert not [found for found in report.findings if found.subject == "environment"]
+    for _, text in report.transcripts:
+        assert text.rstrip("\n").endswith(expected)
+
+
+def test_an_environment_that_fails_at_once_is_found_before_training(tmp_path):
+    report = check_config(playing(tmp_path, "failing"), None)
+    finding = the(report.findings, "an environment fails as its first episode begins")
+    (_, row), (_, failure) = finding.values
+    assert (finding.severity, row) == ("warning", "rows.jsonl:1")
+    assert "KeyError: 'door'" in failure
+    assert report.transcripts == ()
