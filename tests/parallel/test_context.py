@@ -27,7 +27,7 @@ from stable_opd_mcore.scoring.served import ServedScorer
 from stable_opd_mcore.train.student import Student
 from tests.parallel.launch import run_ranks
 from tests.shares import pack_share, weights_of, with_gaps
-from tests.train.runs import tiny_architecture, tiny_config
+from tests.train.runs import ALONE, tiny_architecture, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +54,7 @@ OF_TRANSCRIPTS = {
     "own": OBJECTIVES["own"],
     "gkd": OBJECTIVES["gkd"],
     "lsm": {"name": "lsm", "top_k": 6},
+    "grpo": {"name": "grpo"},
 }
 
 
@@ -131,9 +132,9 @@ def test_a_transcript_has_the_gradient_of_its_turns_after_the_text_before(tmp_pa
     places = [place for turn in turns for place in turn]
     transcript = Sample("rollout", "p:0", ids, places, 6, (True,) * len(places))
     parts = [Sample.of_response("rollout", "p:0", ids[: t[0]], ids[t[0] : t.stop]) for t in turns]
-    world = start_world(ParallelConfig(), seed=0)
+    world, advantage = start_world(ParallelConfig(), seed=0), 0.7 if name == "grpo" else None
     found, expected = (
-        train_once(world, name, tmp_path, (samples, weights_of(samples, pg=0.3, kl=0.2)))
+        train_once(world, name, tmp_path, (samples, weights_of(samples, 0.3, 0.2, 0, advantage)))
         for samples in ([transcript], parts)
     )
     stop_world()
@@ -178,7 +179,8 @@ def check_layouts(rank: int, world_size: int, path: Path) -> None:
 
 def train_once(world: World, name: str, path: Path, given: Given) -> dict[str, Tensor]:
     """One forward and backward over all samples: sums of losses, values per token, gradients."""
-    config = tiny_config(path, "context", objective=(OBJECTIVES | OF_TRANSCRIPTS)[name])
+    alone = ALONE if name == "grpo" else {}
+    config = tiny_config(path, "context", objective=(OBJECTIVES | OF_TRANSCRIPTS)[name], **alone)
     objective = build_objective(config, [1], [1])
     student = Student(
         build_model(
