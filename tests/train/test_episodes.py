@@ -147,6 +147,7 @@ def test_layouts_agree(games):
         for ours, theirs in zip(expected, metrics_of(games / name)[1:], strict=True):
             for key in ("loss/pg", "loss/kl", "loss/sft", "grad_norm", "rollout/accuracy"):
                 assert ours[key] == pytest.approx(theirs[key], rel=2e-4, abs=1e-6), (name, key)
+            assert theirs["logprob/rollout_gap_max"] < 1e-5, name
 
 
 def test_a_killed_run_plays_again_what_was_sampled_ahead(games):
