@@ -191,16 +191,20 @@ def episode(row, seed):
 
 def test_episodes_go_on_over_publishes(tmp_path, pair):
     """The learning rate is so small that all versions have the trainer's log-probabilities. Two
-    ranks without a lag share the servers."""
+    ranks that share the servers without a lag train low-rank factors and publish merged weights."""
     (tmp_path / "game.py").write_text(GAME)
     settings = (
         f"environment.function={tmp_path / 'game.py'}:episode",
         "sampling.max_new_tokens=12",
-        "optimizer.lr=1e-12",
         "optimizer.warmup_steps=0",
         *pair.overrides,
     )
-    lags = ("train.steps=6", "rollout.max_staleness=2", "rollout.partial=true")
+    lags = (
+        "optimizer.lr=1e-12",
+        "train.steps=6",
+        "rollout.max_staleness=2",
+        "rollout.partial=true",
+    )
     run = train(tmp_path, "lags", *lags, *settings)
     assert max(row["logprob/rollout_gap_max"] for row in rows(run)) < 1e-4
     sampled = [rollout for step in range(3, 7) for rollout in rollouts(run, step)]
@@ -212,8 +216,10 @@ def test_episodes_go_on_over_publishes(tmp_path, pair):
     assert max(map(len, versions)) == 3
     assert all(each == sorted(set(each)) for each in versions)
     assert sum(row["environment/steps"] for row in rows(run)) > 0
-    run = train(tmp_path, "two", "train.steps=1", *settings, ranks=2)
-    assert rows(run)[0]["logprob/rollout_gap_max"] < 1e-4
+    factors = ("train.steps=3", "optimizer.lr=0.02", "student.lora.rank=4", "kl.beta=0")
+    run = train(tmp_path, "factors", *factors, *settings, ranks=2)
+    assert max(row["logprob/rollout_gap_max"] for row in rows(run)) < 1e-4
+    assert rows(run)[-1]["grad_norm"] > 0
 
 
 def test_metrics_of_rollouts_that_lag_and_outlive_updates(tmp_path, pair):
