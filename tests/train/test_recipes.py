@@ -95,6 +95,7 @@ def tiny(config: Config, directory: Path) -> tuple[str, Config]:
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32}
         sizes |= {"max_position_embeddings": 128, "initializer_range": 0.1}
+        sizes |= {"rope_theta": 10000.0, "tie_word_embeddings": False}  # equal for equal recipes
         return {
             "architecture": {**source, **sizes, **({"head_dim": 8} if "head_dim" in source else {})}
         }
