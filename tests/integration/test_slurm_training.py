@@ -150,8 +150,8 @@ def test_no_step_is_lost_when_servers_end(cluster, tmp_path):
         return run.submit(
             f"rollout.sglang.python={PYTHON}",
             "rollout.sglang.arguments=[--max-total-tokens=8192]",
-            "rollout.sglang.num_servers=2",
-            "evaluation.every=20",  # through the servers
+            "rollout.sglang.num_servers=1",
+            "evaluation.every=20",  # through the server
             "evaluation.max_new_tokens=8",
             "checkpoint.every=1000",  # only the checkpoints that a stop requests
             options=("--nodes=3",),
