@@ -175,21 +175,32 @@ class Bridge:
     def shortened(self, messages: Sequence[Message], max_tokens: int) -> tuple[list[Message], int]:
         """The messages with at most `max_tokens` tokens of text, and the number of those left out.
 
-        The longest ones lose their middle, and a mark says where.
+        The longest ones lose their middle until they are equally long, and a mark says where.
         """
-        shorter: list[Message] = [*messages]
-        ids = self._tokenizer.encode_many([message["content"] for message in messages])
-        excess, num_cut = sum(map(len, ids)) - max_tokens, 0
+        ids_of = self._tokenizer.encode_many([message["content"] for message in messages])
+        if sum(map(len, ids_of)) <= max_tokens:
+            return [*messages], 0
+        limit = _equal_limit(list(map(len, ids_of)), max_tokens)
         mark, _ = self._tokenizer.neutralised(_CUT)
-        num_mark = len(self._tokenizer.encode(mark))
-        for place in sorted(range(len(ids)), key=lambda place: -len(ids[place])):
-            if excess <= 0:
-                break
-            text = ids[place]
-            kept = max(0, len(text) - excess - num_mark)
-            head, tail = text[: kept - kept // 2], text[len(text) - kept // 2 :]
-            parts = self._tokenizer.decode(head), self._tokenizer.decode(tail)
-            shorter[place] = {**messages[place], "content": mark.join(parts)}
-            num_cut += len(text) - kept
-            excess -= len(text) - kept - num_mark
+        kept = limit - len(self._tokenizer.encode(mark))
+        if kept <= 0:  # no room for the mark
+            mark, kept = "", limit
+        shorter, num_cut = [*messages], 0
+        for place, ids in enumerate(ids_of):
+            if len(ids) > limit:
+                halves = ids[: kept - kept // 2], ids[len(ids) - kept // 2 :]
+                # A cut may divide a character.
+                head, tail = (self._tokenizer.decode(half).strip("\ufffd") for half in halves)
+                shorter[place] = {**messages[place], "content": head + mark + tail}
+                num_cut += len(ids) - kept
         return shorter, num_cut
+
+
+def _equal_limit(lengths: Sequence[int], total: int) -> int:
+    """The length to which the longest ones have to shrink so that all have `total` together."""
+    for place, length in enumerate(sorted(lengths)):
+        share = total // (len(lengths) - place)
+        if length > share:
+            return share
+        total -= length
+    raise AssertionError("they have no more than that already")

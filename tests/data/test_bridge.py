@@ -248,3 +248,52 @@ def test_tool_calls_that_a_template_drops_are_refused():
     turn = {"role": "assistant", "content": "I add.", "tool_calls": [call]}
     with pytest.raises(DataError, match=r"R1.*does not write tool calls after a text; write them"):
         Bridge(real_tokenizer(R1)).said(turn)
+
+
+@pytest.mark.parametrize("name", [MATH, QWEN25, QWEN3, THINKING, R1])
+def test_long_observations_lose_their_middle(name):
+    tokenizer, generator = real_tokenizer(name), random.Random(name)
+    bridge = Bridge(tokenizer)
+    pieces = [
+        *control_tokens(tokenizer).values(),
+        "<|im_",
+        "end|>",
+        "\U0001f389",
+        "\u00e9",
+        " ",
+        "\n",
+    ]
+    pieces += ["It is", "7", "door", "\u5b57"]
+    for _ in range(150):
+        texts = ["".join(generator.choices(pieces, k=generator.randrange(90))) for _ in range(3)]
+        messages, _ = bridge.neutralised([{"role": "user", "content": text} for text in texts])
+        limit = generator.randrange(40, 200)
+        shorter, num_cut = bridge.shortened(messages, limit)
+        before, after = (
+            [len(tokenizer.encode(message["content"])) for message in each]
+            for each in (messages, shorter)
+        )
+        if sum(before) <= limit:
+            assert (shorter, num_cut) == (messages, 0)
+            continue
+        assert sum(after) <= limit
+        assert num_cut > 0
+        for old, new, was, now in zip(messages, shorter, before, after, strict=True):
+            assert tokenizer.control_token_in(new["content"]) is None
+            if new != old:
+                head, mark, tail = new["content"].partition("\n[...]\n")
+                assert mark
+                assert old["content"].startswith(head)
+                assert old["content"].endswith(tail)
+                assert now < was
+        cut = [new != old for old, new in zip(messages, shorter, strict=True)]
+        lengths = [[n for n, c in zip(before, cut, strict=True) if c == one] for one in (0, 1)]
+        assert max(lengths[0], default=0) < min(lengths[1])  # only the longest ones
+
+
+def test_many_short_messages_are_cut_without_a_mark():
+    bridge = Bridge(real_tokenizer(QWEN25))
+    messages = [{"role": "tool", "content": "one two three four"}] * 8
+    shorter, num_cut = bridge.shortened(messages, 16)
+    assert {message["content"] for message in shorter} == {"one four"}
+    assert num_cut == 16
