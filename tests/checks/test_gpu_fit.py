@@ -17,7 +17,7 @@ ONE_NODE = Place(Cluster(1, 8), "h200")
     ("parallel", "place", "words"),
     [
         ({"tensor": 4}, None, "the student does not fit the layout: parallel.tensor=4 does not"),
-        ({"pipeline": 3}, None, "4 layers do not divide into parallel.pipeline=3"),
+        ({"pipeline": 3}, None, "2 layers do not divide into parallel.pipeline=3"),
         ({"tensor": 2, "pipeline": 2}, Place(Cluster(1, 6), "h200"), "= 4 does not divide 6 train"),
     ],
 )

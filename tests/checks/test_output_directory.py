@@ -128,7 +128,7 @@ def test_the_space_of_a_run_is_that_of_its_checkpoints_and_model(tmp_path, monke
     monkeypatch.setattr(
         output_directory.shutil, "disk_usage", lambda path: namedtuple("u", "free")(0)
     )
-    parameters = 39136
+    parameters = 20448
     for precision, model, checkpoint in (("fp32", 4, 12), ("bf16", 2, 14)):
         sections = {"train": {"precision": precision}, "checkpoint": {"keep": 2}}
         (finding,) = output_directory.disk(inputs_of(tmp_path, **sections))
