@@ -70,7 +70,7 @@ def layer_spec(
 
 def _te_layer(config: TransformerConfig) -> tuple[Any, DeltaNetSubmodules, Any]:
     """A layer of Transformer Engine, its linear layers and its norm."""
-    from megatron.core.extensions import transformer_engine as te
+    from megatron.core.extensions import transformer_engine as extension
 
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
@@ -78,8 +78,8 @@ def _te_layer(config: TransformerConfig) -> tuple[Any, DeltaNetSubmodules, Any]:
         qk_layernorm=config.qk_layernorm,
         use_te_activation_func=config.use_te_activation_func,
     )
-    linear = DeltaNetSubmodules(te.TEColumnParallelLinear, te.TERowParallelLinear)
-    return layer, linear, te.TENorm
+    linear = DeltaNetSubmodules(extension.TEColumnParallelLinear, extension.TERowParallelLinear)
+    return layer, linear, extension.TENorm
 
 
 def _with_delta_net(
