@@ -147,6 +147,10 @@ class Plan:
             f"assumed: {run.work.prompt_tokens} prompt and {run.work.response_tokens} response "
             "tokens on average; no GPU has confirmed the seconds",
         ]
+        if run.work.observed_tokens:
+            lines.append(
+                f"assumed: {run.work.observed_tokens} observed tokens of an episode on average"
+            )
         if run.teacher_prompt_tokens is not None:
             lines.append(
                 f"assumed: {run.teacher_prompt_tokens} tokens of teacher.prompt on average"

@@ -23,6 +23,7 @@ from stable_opd_mcore.planning.model_size import WEIGHT_BYTES, ModelSize
 from stable_opd_mcore.planning.topology import Topology, derive_topology
 
 PRIVILEGED_TOKENS = 1024  # assumed mean by which teacher.prompt is longer than the prompt
+OBSERVED_TOKENS = 256  # assumed mean of what an environment answers to a turn
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,14 @@ class Work:
     """Lengths of one step's sequences that the config does not fix."""
 
     prompt_tokens: int = 256  # mean
-    response_tokens: int = 4096  # mean of rollouts and golden solutions
+    response_tokens: int = 4096  # sampled ones, mean of rollouts and golden solutions
+    observed_tokens: int = 0  # mean of what is observed between the turns of an episode
     # mean length of teacher.prompt; None: PRIVILEGED_TOKENS more than the student's prompt has
     teacher_prompt_tokens: int | None = None
 
     @property
     def tokens(self) -> int:
-        return self.prompt_tokens + self.response_tokens
+        return self.prompt_tokens + self.response_tokens + self.observed_tokens
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,15 @@ class PlannedRun:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.work.prompt_tokens + self.config.sampling.max_new_tokens
+        """Tokens of the longest sequence: a prompt and a response, or an episode's context."""
+        observed = (self.config.max_turns - 1) * OBSERVED_TOKENS
+        length = self.work.prompt_tokens + self.longest_sampled + observed
+        return length if not observed else min(length, self.models.student.max_positions)
+
+    @property
+    def longest_sampled(self) -> int:
+        """Tokens that are sampled one after the other for one rollout."""
+        return self.config.max_turns * self.config.sampling.max_new_tokens
 
     def share(self, sequences: int) -> int:
         """Tokens that one data-parallel rank has of these sequences of a step in a minibatch."""
@@ -215,8 +224,19 @@ def planned_run(
 
 
 def default_work(config: Config) -> Work:
-    """Responses of half the limit on average."""
-    return Work(response_tokens=max(1, config.sampling.max_new_tokens // 2))
+    """Turns of half the limit on average, and half of `max_turns` in an episode, as one context."""
+    of_turn = max(1, config.sampling.max_new_tokens // 2)
+    if config.max_turns == 1:
+        return Work(response_tokens=of_turn)
+    room = _architecture(config.student, "student").max_positions - Work().prompt_tokens
+    sampled = observed = total = 0.0
+    for source in config.data.sources:
+        turns, weight = (config.environment_of(source).longest + 1) // 2, source.weight
+        lengths = turns * of_turn, (turns - 1) * OBSERVED_TOKENS
+        part = weight * min(1.0, room / sum(lengths))
+        sampled, observed = sampled + part * lengths[0], observed + part * lengths[1]
+        total += weight
+    return Work(response_tokens=round(sampled / total), observed_tokens=round(observed / total))
 
 
 def read_models(config: Config) -> Models:

@@ -86,8 +86,9 @@ def _rollout_seconds(run: PlannedRun) -> float:
     sequences = run.rollouts / servers
     tokens = sequences * work.response_tokens
     weights = 2 * student.read_parameters(sequences) / tensor
-    caches = tokens * (work.prompt_tokens + work.response_tokens / 2) * student.kv_bytes() / tensor
+    context = (work.prompt_tokens + work.tokens) / 2  # on average while a token is sampled
+    caches = tokens * context * student.kv_bytes() / tensor
     products = 2 * student.read_parameters(1) * sequences * work.tokens / tensor
     overhead = SGLANG_SECONDS if config.rollout.has_servers else IN_PROCESS_SECONDS
-    decoding = config.sampling.max_new_tokens * (overhead + device.memory_seconds(weights))
+    decoding = run.longest_sampled * (overhead + device.memory_seconds(weights))
     return decoding + device.memory_seconds(caches) + device.matmul_seconds(products)

@@ -4,11 +4,13 @@ import pytest
 
 from stable_opd_mcore.data.samples import off_policy_slots
 from stable_opd_mcore.planning.hardware import Cluster
+from stable_opd_mcore.planning.plan import Plan
 from stable_opd_mcore.planning.planned_run import PlannedRun, Work, planned_run
 from stable_opd_mcore.records import Sample
 from tests.planning.cases import NODE, config_7b
 from tests.shares import pack_share, weights_of
 
+GAME = "def episode(row, seed):\n    yield None\n    return 1\n"
 GKD = ("objective.name=gkd", "objective.on_policy_fraction=0.5")
 
 
@@ -33,6 +35,25 @@ def test_a_micro_batch_is_no_larger_than_a_ranks_share(tmp_path):
     # A sequence longer than the mean has a micro-batch of its own.
     eight = run("train.minibatches=6", "parallel.tensor=1", "parallel.sequence=false")
     assert eight.largest_share == 2 * 1024
+
+
+def test_episodes_have_several_turns_of_tokens_up_to_the_window(tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    game = (f"environment.function={tmp_path}/game.py:episode", "sampling.max_new_tokens=512")
+
+    def run(turns: int, window: int = 4096) -> PlannedRun:
+        settings = (f"environment.max_turns={turns}", f"student.window={window}")
+        return planned_run(config_7b(tmp_path, *game, *settings), NODE)
+
+    assert run(1).work == Work(response_tokens=256)
+    assert run(1).longest == 256 + 512
+    few = run(4)  # of which two are played on average
+    assert few.work == Work(response_tokens=2 * 256, observed_tokens=256)
+    assert (few.longest, few.longest_sampled) == (256 + 4 * 512 + 3 * 256, 4 * 512)
+    many = run(40)
+    assert many.work.tokens == many.longest == 4096
+    assert many.response_rows == many.sequences * many.work.response_tokens
+    assert "observed tokens of an episode" in Plan(many).table()
 
 
 @pytest.mark.parametrize(
