@@ -121,7 +121,7 @@ def test_the_student_is_trained_on_what_it_sampled_in_each_turn(games):
     first, second = turns[:12], turns[12:24]
     assert rows[0]["rollout/turns_mean"] == sum(map(len, first)) / 12
     assert rows[0]["kl/teacher_turn_3_4"] is not None
-    assert rows[2]["eval/turns_max"] == 3
+    assert 1 < rows[2]["eval/turns_max"] <= 3
     # No evaluation comes before the second step.
     assert rows[1]["environment/steps"] == sum(len(each) + 1 for each in second)
 
