@@ -10,6 +10,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.estimates import bootstrap_interval, pass_at_k
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 
+_ONE_TURN: Mapping[str | None, int] = {}
 SAMPLES_PER_PART = 1024  # responses that are stored together; an evaluation resumes between parts
 
 
@@ -67,8 +68,10 @@ def average(results: Mapping[str, BenchmarkResult]) -> tuple[float, tuple[float,
 
 
 def require_answers(prompts: Sequence[Prompt]) -> None:
-    """Raise a UserError where there are no prompts, or one has no gold answer."""
-    missing = next((prompt.prompt_id for prompt in prompts if prompt.answer is None), None)
+    """Raise a UserError where there are no prompts, or one has neither a gold answer nor an
+    environment."""
+    unknown = (each for each in prompts if each.answer is None and each.environment is None)
+    missing = next((prompt.prompt_id for prompt in unknown), None)
     if missing is not None or not prompts:
         what = f"{missing}: no gold answer" if prompts else "no held-out prompts"
         raise UserError(f"{what}; set data.eval.path and data.eval.columns.answer")
@@ -78,8 +81,12 @@ def benchmark_result(
     rollouts: Iterable[Rollout],
     sampling: Sampling,
     over_long: int = 0,
+    max_turns: Mapping[str | None, int] = _ONE_TURN,
 ) -> BenchmarkResult:
-    """The result of graded responses, which are read once; the over-long problems come last."""
+    """The result of graded responses, which are read once; the over-long problems come last.
+
+    max_turns: of the environments that play them; see `rollout_metrics`.
+    """
     correct: dict[str, int] = {}
 
     def counted() -> Iterator[Rollout]:
@@ -88,7 +95,7 @@ def benchmark_result(
             correct[prompt_id] = correct.get(prompt_id, 0) + (rollout.reward == 1.0)
             yield rollout
 
-    metrics = rollout_metrics(counted(), sampling.max_new_tokens, "eval")
+    metrics = rollout_metrics(counted(), sampling.max_new_tokens, "eval", max_turns)
     rates = {key.removeprefix("eval/"): value for key, value in metrics.values_by_key().items()}
     del rates["accuracy"]  # the over-long problems count as wrong in ours
     num_correct = (*correct.values(), *[0] * over_long)

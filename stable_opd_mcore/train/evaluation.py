@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.rows import Row
@@ -26,6 +27,7 @@ from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.evaluation.results import (
     SAMPLES_PER_PART,
+    BenchmarkResult,
     average,
     benchmark_result,
     evaluation_sampling,
@@ -46,6 +48,7 @@ from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
     configured_held_out,
+    environments_of,
     held_out_prompts,
     load_tokenizer,
 )
@@ -63,6 +66,8 @@ from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.run_models import load_model
 from stable_opd_mcore.train.samples.collecting import measured, own_share, sample_held_out
 from stable_opd_mcore.train.setup import start_configured_world
+
+_DECIDE_EPISODES = {"function", "max_turns", "history", "max_observation_tokens"}
 
 
 def evaluate_student(run: Run, state: TrainState) -> Metrics:
@@ -170,14 +175,35 @@ class Evaluation:
     grader: Grader
     problems: dict[str, Problems]
 
+    def result(self, name: str) -> BenchmarkResult:
+        """The result of a set's stored responses."""
+        problems = self.problems[name]
+        own = {prompt.prompt_id: prompt for prompt in problems.prompts}
+        # The prompts of stored responses lack fields.
+        rollouts = (
+            replace(rollout, prompt=own[rollout.prompt.prompt_id])
+            for rollout in self.store(name).rollouts()
+        )
+        turns: dict[str | None, int] = {k: e.max_turns for k, e in self._environments(name).items()}
+        return benchmark_result(rollouts, problems.sampling, problems.over_long, turns)
+
+    def _environments(self, name: str) -> dict[str, EnvironmentConfig]:
+        """Those that play the set."""
+        played = {prompt.environment for prompt in self.problems[name].prompts}
+        return {k: each for k, each in environments_of(self.config).items() if k in played}
+
     def store(self, name: str) -> ResponseStore:
         problems = self.problems[name]
-        identity = {
+        identity: dict[str, Any] = {
             "weights": self.weights,
             "engine": self.config.rollout.engine,
             "sampling": asdict(problems.sampling),
             "problems": _hash_of(problems.prompts),
         }
+        for key, environment in self._environments(name).items():
+            code = hashlib.sha256(environment.read().source).hexdigest()
+            settings = environment.model_dump(include=_DECIDE_EPISODES) | {"sha256": code}
+            identity[f"environment {key}".strip()] = settings
         return ResponseStore(self.config.run.files.responses / name, identity)
 
 
@@ -202,7 +228,7 @@ def _encode(rows: Sequence[Row], config: Config, tokenizer: Tokenizer, k: int) -
     config = config.replaced(data={"overlong": "drop"})
     prompts = held_out_prompts(rows, config, tokenizer, configured_architecture(config.student))
     selected = prompts.select(range(len(prompts)))
-    require_answers([each for each in selected if each.environment is None])
+    require_answers(selected)
     sampling = evaluation_sampling(config, tokenizer.stop_token_ids, num_samples=k)
     return Problems(selected, prompts.num_dropped, sampling)
 
@@ -247,10 +273,7 @@ def _parts(world: World, prompts: Sequence[Prompt], sampling: Sampling) -> list[
 
 def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) -> None:
     config, model = evaluation.config, evaluation.model
-    results = {
-        name: benchmark_result(evaluation.store(name).rollouts(), one.sampling, one.over_long)
-        for name, one in evaluation.problems.items()
-    }
+    results = {name: evaluation.result(name) for name in evaluation.problems}
     sampling = next(iter(evaluation.problems.values())).sampling
     record: dict[str, Any] = {
         "model": {

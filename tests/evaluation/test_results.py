@@ -51,6 +51,7 @@ def test_a_prompt_without_gold_answer_or_no_prompt_at_all_is_refused():
         require_answers([PROMPTS[0], Prompt("s:9", "x", (1,))])
     with pytest.raises(ValueError, match="no held-out prompts"):
         require_answers([])
+    require_answers([Prompt("s:9", "x", (1,), environment="")])  # which returns the reward
 
 
 def config(**evaluation):

@@ -11,6 +11,8 @@ from torch.multiprocessing import ProcessExitedException
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.run_directory import RunDirectory
+from stable_opd_mcore.train.evaluated_model import evaluation_config
+from stable_opd_mcore.train.evaluation import evaluate_config
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import (
@@ -138,6 +140,27 @@ def test_evaluations_play_episodes_in_the_same_worlds(games):
     first = [metrics_of(games / name)[0] for name in ("alone", "ahead", "lsm", "grpo")]
     assert len({json.dumps(row["eval/accuracy"]) for row in first}) == 1
     assert first[0]["eval/accuracy"] is not None
+
+
+def evaluate_alone(rank: int, world_size: int, directory: str) -> None:
+    evaluate_config(evaluation_config(Path(directory) / "alone"), lambda line: None)
+
+
+def test_a_trained_run_is_evaluated_in_the_environment(games):
+    run_ranks(1, evaluate_alone, str(games))
+    (file,) = (games / "alone").glob("evaluation/*/results.json")
+    result = json.loads(file.read_text())["benchmarks"]["held_out"]
+    assert result["num_problems"] == 4
+    assert result["turns_max"] > 1
+    rollouts = [
+        rollout
+        for part in file.parent.glob("responses/held_out/part_*")
+        for rollout in read_rollouts(part)
+    ]
+    assert result["turns_mean"] == sum(len(rollout.turns) for rollout in rollouts) / len(rollouts)
+    assert result["num_correct"] == [rollout.reward == 1 for rollout in rollouts]
+    identity = json.loads((file.parent / "responses/held_out/identity.json").read_text())
+    assert identity["environment"]["max_turns"] == 3
 
 
 def test_layouts_agree(games):
