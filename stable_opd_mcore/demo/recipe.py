@@ -10,9 +10,10 @@ and gives the student's almost no probability. The student learns the facts firs
 almost certain of its stop token. A response may be three times its normal length.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -55,12 +56,27 @@ ARMS: dict[str, dict[str, Any]] = {
     },
 }
 COLLAPSE = "collapse"  # the folder of the arms' runs in a seed's, and the file of their settings
-CAPTION = (
+
+
+class Texts(NamedTuple):
+    """What the report and the table say about the arms."""
+
+    title: str
+    caption: str
+    note: str  # below the table
+
+
+TEXTS = Texts(
+    "On-policy distillation, collapsed and cured",
     "The student lacks facts, and its stop token is not the teacher's. Plain OPD improves, then "
     "loses stopping. stable_opd has the KL to the initial student and the golden mixture, opd_kl "
     "and opd_mixture have one of them. sft trains only on the same few golden solutions. "
-    "stop_class sums the probabilities of both stop tokens."
+    "stop_class sums the probabilities of both stop tokens.",
+    "Accuracy on 256 held-out problems, sampled at temperature 1; greedy at the end.\n"
+    "trunc, rep: shares of truncated and repetitive rollouts, 5-step means.",
 )
+HEAD = ("lm_head.weight",)
+EMBEDDING_AND_HEAD = ("model.embed_tokens.weight", *HEAD)
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,7 @@ class Job:
     arm: str | None = None
     seed: int = 0
     swap_from: Path | None = None
+    swapped: tuple[str, ...] = EMBEDDING_AND_HEAD  # weights in which the stop tokens swap places
 
     @property
     def model(self) -> Path:
@@ -88,17 +105,18 @@ class Job:
         return min(self.steps, metrics.read_bytes().count(b"\n"))
 
 
-def demo_jobs(directory: Path, num_seeds: int = 1) -> list[Job]:
+def demo_jobs(
+    directory: Path, num_seeds: int = 1, arms: Mapping[str, dict[str, Any]] = ARMS
+) -> list[Job]:
     """All runs below `directory` with seeds 0 .. num_seeds-1: each seed's models, then the arms."""
     models: list[Job] = []
-    arms: list[Job] = []
+    runs: list[Job] = []
     for seed in range(num_seeds):
         made = _models(directory / f"seed{seed}", seed)
         models += made.values()
-        arms += [
-            _arm(directory, arm, made["student"], made["teacher_other_stop"], seed) for arm in ARMS
-        ]
-    return [*models, *arms]
+        pair = made["student"], made["teacher_other_stop"]
+        runs += [_arm(directory, arm, changes, *pair, seed) for arm, changes in arms.items()]
+    return [*models, *runs]
 
 
 def _models(directory: Path, seed: int) -> dict[str, Job]:
@@ -134,7 +152,9 @@ def _supervised(directory: Path, name: str, seed: int) -> Job:
     )
 
 
-def _arm(directory: Path, arm: str, student: Job, teacher: Job, seed: int) -> Job:
+def _arm(
+    directory: Path, arm: str, own: dict[str, Any], student: Job, teacher: Job, seed: int
+) -> Job:
     home = directory / f"seed{seed}" / COLLAPSE
     changes = {
         "run": {"name": arm, "directory": str(home)},
@@ -143,7 +163,7 @@ def _arm(directory: Path, arm: str, student: Job, teacher: Job, seed: int) -> Jo
         "data": {"train": {"options": {"seed": seed}}},
         "train": {"seed": seed},
     }
-    config = _settings(COLLAPSE, changes, ARMS[arm])
+    config = _settings(COLLAPSE, changes, own)
     if arm == "sft":
         config["teacher"] = None
         del config["objective"]["stop_class"], config["aggregation"]

@@ -28,7 +28,8 @@ from rich.table import Column
 
 from stable_opd_mcore.config.load import load_config, parse_config
 from stable_opd_mcore.data.synthetic import SECOND_STOP, STOP, VOCABULARY
-from stable_opd_mcore.demo.recipe import CAPTION, Job, demo_jobs
+from stable_opd_mcore.demo.agents import AGENT_TEXTS, agent_jobs, write_transcripts
+from stable_opd_mcore.demo.recipe import TEXTS, Job, demo_jobs
 from stable_opd_mcore.demo.summary import summarise, summary_table
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import atomic_directory, write_atomically
@@ -46,15 +47,22 @@ TITLE_WIDTH = 28  # seed12 stable_opd_stop_class
 GUARD_LOGGER = "stable_opd_mcore.train.oversight.measures"
 
 
-def run_demo(directory: Path, num_seeds: int = 1) -> None:
+def run_demo(directory: Path, num_seeds: int = 1, agents: bool = False) -> None:
     """Run all arms with seeds 0 .. num_seeds-1, write summary.json and report.html, print a table.
+
+    agents: the arms of agents.py, below `directory`/agents.
 
     Raises:
         UserError: a run failed, or the directory holds runs with other settings.
     """
     started = time.monotonic()
     directory = directory.resolve()
-    jobs = demo_jobs(directory, num_seeds)
+    if agents:
+        directory /= "agents"
+        jobs, texts = agent_jobs(directory, num_seeds), AGENT_TEXTS
+        write_transcripts(jobs)
+    else:
+        jobs, texts = demo_jobs(directory, num_seeds), TEXTS
     run_jobs(jobs)
     arms = [summarise(job) for job in jobs if job.arm]
     summary, report = RunDirectory(directory).summary, RunDirectory(directory).report
@@ -63,17 +71,13 @@ def run_demo(directory: Path, num_seeds: int = 1) -> None:
     write_report(
         [ReportRun(job.directory, job.arm) for job in jobs if job.arm],
         report,
-        title="On-policy distillation, collapsed and cured",
-        caption=CAPTION,
+        title=texts.title,
+        caption=texts.caption,
     )
     console = Console()
     console.print()
     console.print(summary_table(arms))
-    console.print(
-        "Accuracy on 256 held-out problems, sampled at temperature 1; greedy at the end.\n"
-        "trunc, rep: shares of truncated and repetitive rollouts, 5-step means.",
-        highlight=False,
-    )
+    console.print(texts.note, highlight=False)
     console.print(f"{time.monotonic() - started:.0f} s", highlight=False)
     console.print(f"curves   {report}\nnumbers  {summary}", highlight=False, soft_wrap=True)
 
@@ -176,7 +180,7 @@ def _work(job: Job) -> None:
     """Do one job in a worker process; a guard's warnings must not disturb the bars."""
     logging.getLogger(GUARD_LOGGER).setLevel(logging.ERROR)
     if job.swap_from is not None:
-        swap_stop_tokens(job.swap_from, job.model)
+        swap_stop_tokens(job.swap_from, job.model, job.swapped)
         return
     from stable_opd_mcore.train.loop import train
 
@@ -184,13 +188,13 @@ def _work(job: Job) -> None:
     train(config, show_progress=False, accept_changes=_has_same_settings(job))
 
 
-def swap_stop_tokens(source: Path, target: Path) -> None:
-    """Copy a model, with the two stop tokens' rows of embedding and output head exchanged."""
+def swap_stop_tokens(source: Path, target: Path, swapped: Sequence[str]) -> None:
+    """Copy a model, with the two stop tokens' rows of the `swapped` weights exchanged."""
     from safetensors.torch import load_file
 
     weights = load_file(source / WEIGHTS)
     first, second = VOCABULARY.index(STOP), VOCABULARY.index(SECOND_STOP)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+    for name in swapped:
         weights[name][[first, second]] = weights[name][[second, first]]
     with atomic_directory(target) as partial:
         shutil.copytree(source, partial, dirs_exist_ok=True)

@@ -98,8 +98,8 @@ def test_only_the_rows_of_the_two_stop_tokens_are_exchanged_and_twice_gives_the_
     weights["model.norm.weight"] = torch.randn(4)
     save_file(weights, model / runner.WEIGHTS)
     (model / "config.json").write_text(json.dumps({"vocab_size": len(VOCABULARY)}))
-    runner.swap_stop_tokens(model, once)
-    runner.swap_stop_tokens(once, twice)
+    runner.swap_stop_tokens(model, once, SWAPPED)
+    runner.swap_stop_tokens(once, twice, SWAPPED)
     first, second = VOCABULARY.index(STOP), VOCABULARY.index(SECOND_STOP)
     order = list(range(len(VOCABULARY)))
     order[first], order[second] = second, first
