@@ -87,7 +87,9 @@ def _with_ring(job: Job, directory: Path) -> Job:
 
 def write_transcripts(jobs: Iterable[Job]) -> None:
     """The files of transcripts that the jobs read."""
-    for job in (job for job in jobs if job.config):
+    for job in jobs:
+        if job.config is None:
+            continue
         arithmetic, ring = job.config["data"]["train"]
         options = ArithmeticOptions.model_validate(arithmetic["options"])
         count = len(STARTS) if job.arm else NUM_DOCUMENTS
