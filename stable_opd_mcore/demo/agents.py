@@ -115,5 +115,5 @@ def transcript(options: ArithmeticOptions, index: int) -> dict[str, Any]:
                 {"role": "user", "content": observed},
                 {"role": "assistant", "content": said},
             ]
-            observed = game.send(said)
+            observed = str(game.send(said))
     return row | {"messages": messages}
