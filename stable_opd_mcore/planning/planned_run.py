@@ -172,8 +172,10 @@ class PlannedRun:
 
     @property
     def longest_sampled(self) -> int:
-        """Tokens that are sampled one after the other for one rollout."""
-        return self.config.max_turns * self.config.sampling.max_new_tokens
+        """Tokens that are sampled one after the other for one rollout, as one context."""
+        most = self.config.max_turns * self.config.sampling.max_new_tokens
+        room = self.models.student.max_positions - self.work.prompt_tokens
+        return most if self.config.max_turns == 1 else min(most, room)
 
     def share(self, sequences: int) -> int:
         """Tokens that one data-parallel rank has of these sequences of a step in a minibatch."""

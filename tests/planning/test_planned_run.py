@@ -52,6 +52,7 @@ def test_episodes_have_several_turns_of_tokens_up_to_the_window(tmp_path):
     assert (few.longest, few.longest_sampled) == (256 + 4 * 512 + 3 * 256, 4 * 512)
     many = run(40)
     assert many.work.tokens == many.longest == 4096
+    assert many.longest_sampled == 4096 - 256
     assert many.response_rows == many.sequences * many.work.response_tokens
     assert "observed tokens of an episode" in Plan(many).table()
 

@@ -74,6 +74,10 @@ def test_the_recipes_of_other_papers_have_their_values():
     assert (lsm.objective.name, lsm.objective.top_k, lsm.aggregation) == ("lsm", 32, "token_mean")
     assert (lsm.sampling.top_p, lsm.sampling.temperature, lsm.kl.beta) == (0.9, 1.0, 0.0)
     assert mask.objective.masks.special_token_ids == (151643, 151645)
+    agentic = load_config(CONFIGS / "recipes" / "lsm_agentic_7b.yaml")
+    assert (agentic.objective, agentic.aggregation) == (lsm.objective, lsm.aggregation)
+    assert [agentic.environment_of(each).longest for each in agentic.data.sources] == [1, 30]
+    assert agentic.teacher.routes.keys() == {each.name for each in agentic.data.sources}
     top = load_config(CONFIGS / "recipes" / "rethinking_1p5b.yaml")
     cold = load_config(CONFIGS / "recipes" / "rethinking_cold_start_1p5b.yaml")
     assert (top.objective.name, top.objective.top_k) == ("student_topk", 16)
@@ -105,7 +109,8 @@ def tiny(config: Config, directory: Path) -> tuple[str, Config]:
         values["teacher"] = {"path": "self", "prompt": "{{ solution }}{{ problem }}"}
     elif config.teacher is not None:
         values["teacher"] = shrunk(config.teacher)
-    for unset in ("parallel", "memory", "fault", "checkpoint", "evaluation", "reference"):
+    of_models = ("parallel", "memory", "fault", "checkpoint", "reference")
+    for unset in (*of_models, "evaluation", "environment"):
         values[unset] = {}
     values["tokenizer"] = {"path": "synthetic"}
     values["data"] = {"train": {"path": "synthetic:arithmetic", "options": {"rows": 16}}}
