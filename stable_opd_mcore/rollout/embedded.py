@@ -109,10 +109,6 @@ class EmbeddedEngine(RolloutEngine):
             self.interaction.forget(episodes, sampling, step)
         self._ahead.clear()
 
-    @property
-    def first_failure(self) -> str | None:
-        return self.interaction.first_failure
-
     def take_metrics(self) -> Metrics:
         return self.interaction.take_metrics()
 
@@ -137,8 +133,8 @@ class EmbeddedEngine(RolloutEngine):
             while limits:  # another turn of each episode that has one
                 places = list(limits)
                 for start in range(0, len(places), self.max_rows):
-                    batch = {place: limits[place] for place in places[start:][: self.max_rows]}
-                    self._extend(episodes, batch, sampling, step)
+                    batch = places[start : start + self.max_rows]
+                    self._extend(episodes, {n: limits[n] for n in batch}, sampling, step)
                 episodes = self._after_turns(episodes, sampling, step)
                 limits = self._limits(episodes, sampling, length)
             while self._some_replica_runs(False):
@@ -149,13 +145,15 @@ class EmbeddedEngine(RolloutEngine):
     def _limits(
         self, episodes: Sequence[Episode], sampling: Sampling, length: int
     ) -> dict[int, int]:
-        """Places of open turns -> how many more tokens they get, at most to `length`."""
+        """Place of each open turn that gets more tokens -> how many, up to `length` in all."""
         limits: dict[int, int] = {}
         for place, episode in enumerate(episodes):
             if episode.is_open:
                 left = length - episode.turns[-1].num_tokens
-                limits[place] = min(left, episode.budget(sampling, self._window))
-        return {place: limit for place, limit in limits.items() if limit > 0}
+                limit = min(left, episode.budget(sampling, self._window))
+                if limit > 0:
+                    limits[place] = limit
+        return limits
 
     def _after_turns(
         self, episodes: Sequence[Episode], sampling: Sampling, step: int

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.serving.idle_clock import IdleClock
 
 
@@ -24,6 +25,7 @@ class RolloutEngine:
 
     weight_version: int = 0
     idle: IdleClock | None = None  # this rank's servers; None: an engine without servers
+    interaction: Interaction | None = None  # answers the student's turns; None: nothing is sampled
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int
@@ -60,8 +62,8 @@ class RolloutEngine:
 
     @property
     def first_failure(self) -> str | None:
-        """Why an environment failed, of the first one in this process; None: none has."""
-        return None
+        """Why the first environment that failed in this process did; None: none has failed."""
+        return None if self.interaction is None else self.interaction.first_failure
 
     def close(self) -> None:
         """End the servers and environments that the engine started."""

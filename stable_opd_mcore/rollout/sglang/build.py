@@ -82,8 +82,17 @@ def build_sglang_engine(
         HTTP.use_tokenizer(tokenizer)
     fleet.start()
     transport = _transport(config, architecture, world, folder, topology)
-    engine = config, world, chunks, fleet, transport, vocab_size, memory, teacher
-    return SglangEngine(*engine, interaction or Interaction())
+    return SglangEngine(
+        config,
+        world,
+        chunks,
+        fleet,
+        transport,
+        vocab_size,
+        memory,
+        teacher,
+        interaction or Interaction(),
+    )
 
 
 def run_topology(config: Config, architecture: Architecture, world: World) -> Topology:

@@ -210,10 +210,6 @@ class SglangEngine(RolloutEngine):
         yield
         self._dispatcher.resume()
 
-    @property
-    def first_failure(self) -> str | None:
-        return self.interaction.first_failure
-
     def take_metrics(self) -> Metrics:
         metrics, self._metrics = self._metrics, Metrics()
         if not self._is_leader:
