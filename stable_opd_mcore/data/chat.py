@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tokenizers.decoders import DecodeStream
 
-from stable_opd_mcore.data.messages import Message
+from stable_opd_mcore.data.messages import Message, with_system
 from stable_opd_mcore.data.synthetic import VOCABULARY
 from stable_opd_mcore.data.template_variables import refuse_unread, warn_of_clock
 from stable_opd_mcore.data.tokenizer_backend import check_symbols, load_backend
@@ -241,8 +241,7 @@ class Tokenizer:
         Raises:
             DataError: a chat template that fails, or an assistant's turn without one.
         """
-        if system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
+        messages = with_system(messages, system)
         if self._template is not None:
             return self.render(messages, generation_prompt=True)
         if any(message["role"] == "assistant" for message in messages):

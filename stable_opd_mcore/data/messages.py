@@ -5,7 +5,7 @@ An assistant's turn at its end is the golden solution, and the turns before it a
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from stable_opd_mcore.errors import DataError
@@ -20,6 +20,13 @@ _BEFORE = {  # roles that may stand before one; None: it is the first
     "tool": ("assistant", "tool"),
 }
 _MORE_KEYS = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}
+
+
+def with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
+    """The messages with this text as the system message, unless it is None or they have one."""
+    if system is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def parse_messages(

@@ -34,8 +34,8 @@ from stable_opd_mcore.records import GradingFailure
 from stable_opd_mcore.rollout.environment_process import EnvironmentFailure, EnvironmentProcess
 
 _MAX_FAILURES = 2  # of one episode; the last one ends it
-_EPISODES_PER_PROCESS = 1000  # then another takes over: environments leak
-_JOIN_SECONDS = 12.0  # above the time in which a process ends by itself
+_EPISODES_PER_PROCESS = 1000  # then it is replaced, because environments leak memory
+_JOIN_SECONDS = 12.0  # more than a process takes to end by itself
 _LOG = logging.getLogger(__name__)
 
 
@@ -145,10 +145,10 @@ class EnvironmentPool:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._episodes: dict[Hashable, _Episode] = {}
-        self._failures_of: dict[Hashable, int] = {}  # of episodes that begin anew
+        self._failures_of: dict[Hashable, int] = {}  # failures so far of episodes that begin anew
         self._counts: Counter[str] = Counter()
         self._has_started = self._has_warned = self._is_over = False
-        # Their processes end one after another, so that most workers can take episodes.
+        # Processes are replaced at different times, so that some worker always takes episodes.
         limits = (_EPISODES_PER_PROCESS * (1 + place / workers) for place in range(workers))
         new_process = partial(EnvironmentProcess, function, timeout_seconds, memory_gib)
         self._workers = [_Worker(new_process, int(limit)) for limit in limits]

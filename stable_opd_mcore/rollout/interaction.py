@@ -16,20 +16,30 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.data.bridge import Bridge, Observed
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.messages import Message
+from stable_opd_mcore.data.messages import Message, with_system
 from stable_opd_mcore.metrics import Metrics, Sum
 from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.environments import EnvironmentPool, Step
 from stable_opd_mcore.rollout.episodes import Episode, Observation
 from stable_opd_mcore.rollout.noise import row_key
 
-# Metrics environment/...; failures are those of grading
+# Metrics environment/...; failed episodes are counted as failures of grading, rollout/grading_*
 COUNTS = ("steps", "replays", "not_repeatable", "neutralised_tokens", "cut_tokens")
 _NO_ROOM = Observation(finish_reason="length", reward=0.0)  # ends an episode that did not succeed
+
+
+class _Asked(NamedTuple):
+    """An episode whose environment is asked what follows."""
+
+    environment: str
+    key: Hashable
+    episode: Episode
+    sampling: Sampling
 
 
 @dataclass(eq=False)
@@ -43,8 +53,8 @@ class Interaction:
     window: int = 0  # the most tokens that the student reads
 
     def __post_init__(self) -> None:
-        self._pools: dict[str, EnvironmentPool] = {}  # each starts with its first episode
-        self._conversations: dict[Hashable, list[Message]] = {}  # of history=template
+        self._pools: dict[str, EnvironmentPool] = {}  # one is made for its first episode
+        self._conversations: dict[Hashable, Sequence[Message]] = {}  # of history=template
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self.first_failure: str | None = None  # of an environment, in this process
@@ -61,14 +71,14 @@ class Interaction:
             seen.set_result(Observation(finish_reason=episode.turns[-1].finish_reason))
             return seen
         pool = self._pool(prompt.environment)
-        key = _key(episode, sampling, step)
+        asked = _Asked(prompt.environment, _key(episode, sampling, step), episode, sampling)
         if episode.turns:
-            is_cut = episode.turns[-1].finish_reason == "length"
-            answer = pool.say(key, episode.turns[-1].text, truncated=is_cut)
+            last = episode.turns[-1]
+            answer = pool.say(asked.key, last.text, truncated=last.finish_reason == "length")
         else:
             world = row_key(sampling.seed, step, prompt.prompt_id, 0)
-            answer = pool.open(key, dict(prompt.columns or {}), world)
-        answer.add_done_callback(partial(self._answered, seen, key, episode, sampling))
+            answer = pool.open(asked.key, dict(prompt.columns or {}), world)
+        answer.add_done_callback(partial(self._answered, asked, seen))
         return seen
 
     def forget(self, episodes: Iterable[Episode], sampling: Sampling, step: int) -> None:
@@ -107,27 +117,18 @@ class Interaction:
 
     # ---- in the thread that an environment's answer comes in
 
-    def _answered(
-        self,
-        seen: Future[Observation],
-        key: Hashable,
-        episode: Episode,
-        sampling: Sampling,
-        answer: Future[Step],
-    ) -> None:
+    def _answered(self, asked: _Asked, seen: Future[Observation], answer: Future[Step]) -> None:
         try:
-            observation = self._observation(key, episode, sampling, answer.result())
+            observation = self._observation(asked, answer.result())
             if observation is _NO_ROOM:
-                self._close(str(episode.prompt.environment), key)
+                self._close(asked.environment, asked.key)
             elif observation.finish_reason != "abort":
-                self._conversations.pop(key, None)
+                self._conversations.pop(asked.key, None)
             seen.set_result(observation)
         except BaseException as error:  # raised again where the observation is waited for
             seen.set_exception(error)
 
-    def _observation(
-        self, key: Hashable, episode: Episode, sampling: Sampling, step: Step
-    ) -> Observation:
+    def _observation(self, asked: _Asked, step: Step) -> Observation:
         if step.failure is not None:
             self.first_failure = self.first_failure or step.reason
             return replace(_NO_ROOM, failure=step.failure)
@@ -135,46 +136,42 @@ class Interaction:
             return Observation(begins_anew=True)
         if step.done:
             return Observation(finish_reason="stop", reward=step.reward)
-        settings = self.environments[str(episode.prompt.environment)]
-        step_now = sampling.training_step  # evaluations have all turns
-        most = settings.max_turns if step_now is None else settings.turns_at(step_now)
-        if len(episode.turns) >= most:
+        settings, finished = self.environments[asked.environment], asked.sampling.training_step
+        most = settings.max_turns if finished is None else settings.turns_at(finished)
+        if len(asked.episode.turns) >= most:
             return _NO_ROOM
-        observation = self._encoded(key, episode, sampling, step)
+        observation = self._encoded(asked, step, settings)
         length = len(observation.token_ids)
         if not observation.restarts:
-            length += len(episode.context)
+            length += len(asked.episode.context)
         return _NO_ROOM if length >= self.window else observation
 
-    def _encoded(
-        self, key: Hashable, episode: Episode, sampling: Sampling, step: Step
-    ) -> Observation:
+    def _encoded(self, asked: _Asked, step: Step, settings: EnvironmentConfig) -> Observation:
         """The messages of a step as token ids; before the first turn, none stand for the prompt's.
 
         With history=template the whole conversation is rendered anew, from the student's texts.
         """
-        settings = self.environments[str(episode.prompt.environment)]
-        bridge = self._bridges[sampling.training_step is None]
+        episode, bridge = asked.episode, self._bridges[asked.sampling.training_step is None]
         is_first = not episode.turns
         messages, num_neutralised = bridge.neutralised(step.observed or ())
         num_cut = 0
         if settings.max_observation_tokens is not None and not is_first and not step.restarts:
             messages, num_cut = bridge.shortened(messages, settings.max_observation_tokens)
-        conversation = messages
+        conversation: Sequence[Message] = messages
         if is_first and step.observed is None:
-            conversation = self._with_system(episode.prompt.messages)
+            conversation = with_system(episode.prompt.messages, self.system_prompt)
             seen = Observed((), "")
         elif is_first or step.restarts:
-            conversation = self._with_system(messages)
+            conversation = with_system(messages, self.system_prompt)
             seen = replace(bridge.render(conversation, ()), restarts=True)
         elif settings.history == "append":
             seen = bridge.append(messages, int(episode.context[-1]))
         else:
             said: Message = {"role": "assistant", "content": episode.turns[-1].text}
-            conversation = [*self._conversations[key], said, *messages]
+            conversation = [*self._conversations[asked.key], said, *messages]
             seen = bridge.render(conversation, episode.context.tolist())
         if settings.history == "template":
-            self._conversations[key] = conversation
+            self._conversations[asked.key] = conversation
         with self._lock:
             self._counts["neutralised_tokens"] += num_neutralised
             self._counts["cut_tokens"] += num_cut
@@ -183,12 +180,6 @@ class Interaction:
     def _decoded(self, token_ids: Sequence[int]) -> str:
         assert self.tokenizer is not None
         return self.tokenizer.decode(token_ids)
-
-    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages of a new context, with the system message of the run where they have none."""
-        if self.system_prompt is None or messages[0]["role"] == "system":
-            return [*messages]
-        return [{"role": "system", "content": self.system_prompt}, *messages]
 
 
 def _key(episode: Episode, sampling: Sampling, step: int) -> Hashable:
