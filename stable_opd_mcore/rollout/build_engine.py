@@ -11,9 +11,8 @@ from torch.nn import Module
 
 from stable_opd_mcore.config.changes import changes, read_settings
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.errors import DataError, UserError
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
@@ -134,18 +133,10 @@ def embedded_engine(
 def build_interaction(
     config: Config, chunks: Sequence[Module], tokenizer: Tokenizer
 ) -> Interaction:
-    """The environments of the run; without any, every response is an episode.
-
-    Raises:
-        DataError: the chat template cannot put a message of the user after a turn.
-    """
+    """The environments of the run; without any, every response is an episode."""
     environments = environments_of(config)
     if not environments:
         return Interaction()
-    for name, settings in environments.items():
-        reason = Bridge(tokenizer).refusal("user")
-        if settings.history == "append" and reason is not None:
-            raise DataError(f"environment{f' of {name}' if name else ''}: {reason}")
     return Interaction(
         environments,
         tokenizer,

@@ -22,6 +22,7 @@ from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.data.bridge import Bridge, Observed
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import Message, with_system
+from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.metrics import Metrics, Sum
 from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.environments import EnvironmentPool, Step
@@ -44,7 +45,11 @@ class _Asked(NamedTuple):
 
 @dataclass(eq=False)
 class Interaction:
-    """The environments of a run, by the name that `Prompt.environment` has."""
+    """The environments of a run, by the name that `Prompt.environment` has.
+
+    Raises:
+        DataError: the chat template cannot put a message of the user after a turn.
+    """
 
     environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None  # of training; None: no environment
@@ -60,6 +65,10 @@ class Interaction:
         self.first_failure: str | None = None  # of an environment, in this process
         used = (self.tokenizer, self.held_out_tokenizer)
         self._bridges = [Bridge(each) for each in used if each is not None]
+        for name, settings in self.environments.items():
+            reason = self._bridges[0].refusal("user")
+            if settings.history == "append" and reason is not None:
+                raise DataError(f"environment{f' of {name}' if name else ''}: {reason}")
 
     def observe(self, episode: Episode, sampling: Sampling, step: int) -> Future[Observation]:
         """What follows the last turn of an episode, or comes before its first one.

@@ -15,6 +15,11 @@ OPENS = TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
 NO_TOOLS = TEMPLATE.replace(
     "{% for", "{{ raise_exception('No!') if messages[-1].role == 'tool' }}{% for", 1
 )
+NO_USERS = TEMPLATE.replace(
+    "{% for",
+    "{{ raise_exception('No!') if messages[1:] and messages[-1].role == 'user' }}{% for",
+    1,
+)
 ENDS_OTHERWISE = TEMPLATE.replace("<|im_end|>", "<|box_start|>")
 TURNS = [
     {"role": role, "content": content}
@@ -160,3 +165,10 @@ def test_an_environment_that_fails_at_once_is_found_before_training(tmp_path):
     assert (finding.severity, row) == ("warning", "rows.jsonl:1")
     assert "KeyError: 'door'" in failure
     assert report.transcripts == ()
+
+
+def test_a_template_without_messages_after_a_turn_is_refused_before_training(tmp_path):
+    report = check_config(playing(tmp_path, "restarting", student=NO_USERS), None)
+    refusal = the(report.findings, "environment: ")
+    assert refusal.severity == "error"
+    assert "a user message cannot follow a turn of the assistant" in refusal.title
