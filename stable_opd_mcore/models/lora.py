@@ -16,7 +16,6 @@ Letters: T tokens, I inputs and O outputs of a matrix, R rank of its factors.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +43,7 @@ from stable_opd_mcore.models.weights import (
     Exchange,
     architecture_of,
     described_parameters,
+    named_generator,
     shards_of,
 )
 
@@ -219,10 +219,8 @@ def _require_gradient(_module: Module, _inputs: object, output: Tensor) -> None:
 def _first_value(name: str, which: Which, shape: tuple[int, int], seed: int) -> Tensor:
     if which == "B":
         return torch.zeros(shape)
-    digest = hashlib.sha256(f"{seed}:{name}:A".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     bound = 1 / math.sqrt(shape[1])
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    return torch.empty(shape).uniform_(-bound, bound, generator=named_generator(seed, f"{name}:A"))
 
 
 @torch.no_grad()

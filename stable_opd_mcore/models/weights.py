@@ -38,8 +38,7 @@ def random_weights(chunks: Sequence[Module], seed: int) -> None:
         centred = architecture.family.zero_centred_norms and name.endswith("norm.weight")
         if name.endswith(".bias") or (centred and not name.endswith(".linear_attn.norm.weight")):
             return torch.zeros(shape)[part]
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        generator = named_generator(seed, name)
         if name.endswith(".A_log"):
             return torch.empty(shape).uniform_(0.01, 16, generator=generator).log()[part]
         if len(shape) == 1:
@@ -48,6 +47,12 @@ def random_weights(chunks: Sequence[Module], seed: int) -> None:
         return full[part] * architecture.initializer_range
 
     fill_weights(chunks, random_part)
+
+
+def named_generator(seed: int, name: str) -> torch.Generator:
+    """A generator whose numbers depend on the seed and the name of what they fill."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def mark_shards(chunks: Sequence[Module]) -> None:
