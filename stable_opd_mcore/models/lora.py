@@ -100,7 +100,7 @@ class Factors(Module):
 
     def cut_of(self, which: Which) -> int | None:
         """The dimension in which A or B is cut over tensor ranks; None: every rank has it whole."""
-        if self.entry.is_expert or self.cuts_columns != (which == "A"):
+        if self.num_parts == 1 or self.cuts_columns != (which == "A"):
             return None
         return 1 if self.cuts_columns else 0
 
@@ -234,7 +234,7 @@ def fill_factors(
             outputs, inputs = tensors.hf_shape(name, unwrap(chunks[0]).architecture)
             shape = (factors.rank, inputs) if which == "A" else (outputs, factors.rank)
             whole, cut = source(name, which, shape), factors.cut_of(which)
-            own.copy_(whole if cut is None or size == 1 else whole.chunk(size, dim=cut)[part])
+            own.copy_(whole if cut is None else whole.chunk(size, dim=cut)[part])
 
 
 def sharded_factors(
@@ -254,7 +254,7 @@ def sharded_factors(
         for name, which, own in factors.pairs():
             key, cut = f"factors.{name}.{which}", factors.cut_of(which)
             part, size = factors.group.rank(), factors.num_parts
-            offsets = [] if cut is None or size == 1 else [(cut, part, size)]
+            offsets = [] if cut is None else [(cut, part, size)]
             found[key] = ShardedTensor.from_rank_offsets(
                 key,
                 next(saved) if values else own,
