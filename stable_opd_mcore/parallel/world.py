@@ -127,22 +127,9 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
     """
     global _layout
     device = _join()
-    world_size = dist.get_world_size()
-    grid = parallel.tensor * parallel.pipeline * parallel.context
-    if world_size % grid:
+    if reason := _grid_refusal(parallel, dist.get_world_size()):
         stop_world()
-        raise UserError(
-            f"parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline} x "
-            f"parallel.context={parallel.context} = {grid} does not divide the {world_size} started"
-            f" ranks: start a multiple of {grid} (torchrun --nproc-per-node), or lower one of them"
-        )
-    if world_size // parallel.pipeline % parallel.expert:
-        stop_world()
-        raise UserError(
-            f"parallel.expert={parallel.expert} does not divide the "
-            f"{world_size // parallel.pipeline} ranks of each pipeline stage (tensor x context x "
-            "data): start more of them (torchrun --nproc-per-node), or lower parallel.expert"
-        )
+        raise UserError(reason)
     layout = parallel.model_dump(exclude={"sequence"})
     if parallel_state.model_parallel_is_initialized():
         if layout != _layout:
@@ -164,7 +151,7 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
     _seed_generators(seed, pipeline_rank=groups.pp.rank())
     return World(
         rank=dist.get_rank(),
-        world_size=world_size,
+        world_size=dist.get_world_size(),
         device=device,
         tensor_rank=groups.tp.rank(),
         tensor_size=groups.tp.size(),
@@ -181,6 +168,25 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
         expert_size=groups.ep.size(),
         groups=groups,
     )
+
+
+def _grid_refusal(parallel: ParallelConfig, world_size: int) -> str | None:
+    """Why these ranks cannot be laid out; None if they can."""
+    grid = parallel.tensor * parallel.pipeline * parallel.context
+    if world_size % grid:
+        return (
+            f"parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline} x "
+            f"parallel.context={parallel.context} = {grid} does not divide the {world_size} started"
+            f" ranks: start a multiple of {grid} (torchrun --nproc-per-node), or lower one of them"
+        )
+    of_stage = world_size // parallel.pipeline
+    if of_stage % parallel.expert:
+        return (
+            f"parallel.expert={parallel.expert} does not divide the {of_stage} ranks of each "
+            "pipeline stage (tensor x context x data): start more of them (torchrun "
+            "--nproc-per-node), or lower parallel.expert"
+        )
+    return None
 
 
 def stop_world() -> None:
