@@ -184,22 +184,25 @@ def _train_phase(config: Config, session: Session) -> None:
         _train_steps(run, state, saver, session, sinks, terminal)
         session.stop.finish_step_first = False
         run.memory.hold(*phases.EXPORT)  # while there are servers that may have the device
-
-    def save_with_model(model: Path) -> None:
-        run.tokenizer.save(model)
-        mark_trained(model, config.run.name, max(state.step, config.train.steps))
-
-    export_hf(
-        run.student.chunks,
-        files.model,
-        base=config.student.path,
-        save_tokenizer=save_with_model,
-    )
-    if config.student.lora is not None:
-        export_adapter(run.student.chunks, files.adapter, config.student.path)
+    _export(run, max(state.step, config.train.steps))
     if is_first_rank:
         _report(files)
     terminal.say(f"finished: {files.model} is the model, {files.report} the report")
+
+
+def _export(run: Run, steps: int) -> None:
+    """Write the student after `steps` steps, and its low-rank factors by themselves if it has any.
+    Collective."""
+    config, chunks = run.config, run.student.chunks
+
+    def save_with_model(model: Path) -> None:
+        run.tokenizer.save(model)
+        mark_trained(model, config.run.name, steps)
+
+    base, files = config.student.path, config.run.files
+    export_hf(chunks, files.model, base=base, save_tokenizer=save_with_model)
+    if config.student.lora is not None:
+        export_adapter(chunks, files.adapter, base)
 
 
 def _train_steps(
