@@ -44,19 +44,12 @@ def _widths(architecture: Architecture, tensor: int) -> dict[str, int]:
     ranks = 1 if model.experts is not None else tensor  # an expert is not cut
     if model.family.gated_attention:
         heads += model.num_attention_heads
-    net = model.delta_net
-    of_delta_net = (
-        {}
-        if net is None
-        else {
-            "the gated delta net's width of values": net.values // tensor,
-            "the gated delta net's width of queries, keys, values and gates": (
-                (net.channels + net.values) // tensor
-            ),
-        }
-    )
-    return {
-        **of_delta_net,
+    widths: dict[str, int] = {}
+    if (net := model.delta_net) is not None:
+        of_all = (net.channels + net.values) // tensor
+        widths["the gated delta net's width of values"] = net.values // tensor
+        widths["the gated delta net's width of queries, keys, values and gates"] = of_all
+    return widths | {
         "hidden_size": model.hidden_size,
         "the queries' width": model.num_attention_heads * model.head_dim // tensor,
         "the width of queries, keys and values": heads * model.head_dim // tensor,

@@ -35,8 +35,8 @@ def random_weights(chunks: Sequence[Module], seed: int) -> None:
 
     def random_part(name: str, part: tuple[slice, ...]) -> Tensor:
         shape = tensors.hf_shape(name, architecture)
-        centred = architecture.family.zero_centred_norms and name.endswith("norm.weight")
-        if name.endswith(".bias") or (centred and not name.endswith(".linear_attn.norm.weight")):
+        is_norm = name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
+        if name.endswith(".bias") or (is_norm and architecture.family.zero_centred_norms):
             return torch.zeros(shape)[part]
         generator = named_generator(seed, name)
         if name.endswith(".A_log"):
