@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -128,31 +128,41 @@ def export_hf(
     directory = Path(directory)
     refuse_non_finite(chunks, f"{directory} is not written")
     if dist.get_rank() == 0:
-        architecture, dtype = architecture_of(chunks), unwrap(chunks[0]).config.params_dtype
-        with ExitStack() as stack:
-            source = None
-            if base is not None and architecture.family.carried:
-                source = stack.enter_context(_Checkpoint(Path(base)))
-            types = _export_types(architecture, dtype, source)
-            shapes = tensors.hf_shapes(architecture).items()
-            sizes = {name: math.prod(shape) * types[name].itemsize for name, shape in shapes}
-            carried = {} if source is None else source.carried_bytes(architecture)
-            whole = _typed(chunks, types)
-            if source is not None:
-                whole = chain(whole, ((name, source.copy(name)) for name in carried))
-            try:
-                with atomic_directory(directory) as partial:
-                    _write_tensors(whole, sizes | carried, partial, max_file_bytes)
-                    write_config(architecture, dtype, partial)
-                    save_tokenizer(partial)
-            except (OSError, SafetensorError) as error:
-                needed = sum(sizes.values()) + sum(carried.values())
-                space = f"{describe_space(directory, needed)}; make room there"
-                raise UserError(f"{directory}: cannot be written: {error}; {space}") from error
+        carried = architecture_of(chunks).family.carried
+        opened = _Checkpoint(Path(base)) if base is not None and carried else nullcontext()
+        with opened as source:
+            _write_model(chunks, directory, source, save_tokenizer, max_file_bytes)
     else:
         for _ in iter_hf_tensors(chunks):
             pass
     dist.barrier()
+
+
+def _write_model(
+    chunks: Sequence[Module],
+    directory: Path,
+    base: _Checkpoint | None,
+    save_tokenizer: Callable[[Path], object],
+    max_file_bytes: int,
+) -> None:
+    """The part of `export_hf` on rank 0; `base` None: there is nothing to copy from it."""
+    architecture, dtype = architecture_of(chunks), unwrap(chunks[0]).config.params_dtype
+    types = _export_types(architecture, dtype, base)
+    shapes = tensors.hf_shapes(architecture).items()
+    sizes = {name: math.prod(shape) * types[name].itemsize for name, shape in shapes}
+    whole = _typed(chunks, types)
+    if base is not None:
+        carried = base.carried_bytes(architecture)
+        sizes |= carried
+        whole = chain(whole, ((name, base.copy(name)) for name in carried))
+    try:
+        with atomic_directory(directory) as partial:
+            _write_tensors(whole, sizes, partial, max_file_bytes)
+            write_config(architecture, dtype, partial)
+            save_tokenizer(partial)
+    except (OSError, SafetensorError) as error:
+        space = f"{describe_space(directory, sum(sizes.values()))}; make room there"
+        raise UserError(f"{directory}: cannot be written: {error}; {space}") from error
 
 
 def _export_types(
@@ -162,8 +172,8 @@ def _export_types(
     types: dict[str, torch.dtype] = {}
     for entry in tensors.canonical_parameters(architecture):
         for name in entry.hf_names:
-            as_others = base is not None and base.holds(name) and base.dtype(name) == _BF16
-            types[name] = torch.float32 if entry.fp32 and not as_others else dtype
+            is_bf16 = base is not None and base.holds(name) and base.dtype(name) == _BF16
+            types[name] = torch.float32 if entry.fp32 and not is_bf16 else dtype
     return types
 
 
