@@ -22,15 +22,17 @@ class Family:
     sglang_class: str  # SGLang's name of the decoder's class, for config.json's "architectures"
     qkv_bias: bool
     qk_norm: bool
-    supported: Mapping[str, Any]  # the only implemented value of these keys, mostly their default
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # other ones that a missing key has
+    supported: Mapping[str, Any]  # key of config.json -> its only implemented value
+    # What a missing key of `supported` means, where that is not the implemented value
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     expert_width: str | None = None  # the key of the experts' width; None: one dense MLP a layer
     nested: bool = False  # settings in text_config, tensors in model.language_model
-    zero_centred_norms: bool = False  # they multiply by 1 + weight
+    # RMSNorm multiplies by 1 + weight, except inside a gated delta net
+    zero_centred_norms: bool = False
     gated_attention: bool = False  # q_proj also gives a gate for each query head's output
-    rotary_share: float = 1.0  # of a head's elements, where config.json does not say it
-    delta_nets: bool = False  # layers of type linear_attention have one instead of attention
-    # Tensors of other parts of the model begin with these: not built, copied on export
+    rotary_share: float = 1.0  # rotated share of a head's elements, if config.json gives none
+    delta_nets: bool = False  # layers of type linear_attention have a gated delta net instead
+    # Prefixes of the tensors of other parts of the model, which are not built but copied on export
     carried: tuple[str, ...] = ()
 
     @property
@@ -100,8 +102,8 @@ class DeltaNet:
 
     num_key_heads: int
     num_value_heads: int
-    key_dim: int  # of one head, as is the next
-    value_dim: int
+    key_dim: int  # size of one key head
+    value_dim: int  # size of one value head
     conv_width: int  # tokens that the convolution reads
 
     @property
@@ -143,8 +145,8 @@ class Architecture:
     rotary: Rotary
     tied: bool  # the output head is the embedding
     initializer_range: float
-    delta_net: DeltaNet | None  # of each layer in `delta_layers`
-    delta_layers: tuple[int, ...]  # layers without attention, from 0
+    delta_net: DeltaNet | None  # sizes of its gated delta nets; None: it has none
+    delta_layers: tuple[int, ...]  # indices, from 0, of the layers with a gated delta net
     source: dict[str, Any] = field(compare=False, repr=False)  # config.json itself, for export
 
     @property
@@ -162,7 +164,8 @@ class Architecture:
         attention = (heads + 2 * self.num_key_value_heads) * self.head_dim * self.hidden_size
         mixers = self.num_attention_layers * attention
         if (net := self.delta_net) is not None:
-            # z and outputs as wide as the values, decay and beta; the state is read twice, written
+            # The gates z and the outputs are as wide as the values; decay and beta have a column
+            # for each value head. A token reads the state twice and writes it once.
             widths = net.channels + 2 * net.values + 2 * net.num_value_heads
             layer = widths * self.hidden_size + 3 * net.values * net.key_dim
             mixers += len(self.delta_layers) * layer

@@ -1,7 +1,7 @@
-"""The gated delta net: a recurrence over tokens, in the place of attention in layers of Qwen3.5.
+"""The gated delta net: a recurrence over tokens that replaces attention in layers of Qwen3.5.
 
-Each value head has a state S, a matrix from keys to values. A token of a sequence decays it and
-corrects what S gives for the token's key (Yang, Kautz and Hatamizadeh, "Gated Delta Networks"):
+Each value head has a state S, a matrix from keys to values. Each token of a sequence decays S, then
+corrects the value that S gives for its key (Yang, Kautz and Hatamizadeh, "Gated Delta Networks"):
 
     S <- exp(g) S,    S <- S + beta k (v - S' k)',    output S' q
 
@@ -43,7 +43,7 @@ from stable_opd_mcore.models.attention import (
 from stable_opd_mcore.models.families import DeltaNet
 
 _CHUNK = 64  # tokens whose products are computed at once
-_NORM_EPS = 1e-6  # of the normalised queries and keys, as in `fla`
+_NORM_EPS = 1e-6  # in the normalisation of queries and keys, as in `fla`
 
 
 def delta_rule(
@@ -122,7 +122,7 @@ class DeltaNetSubmodules:
 
 @dataclass(frozen=True)
 class DeltaNetState:
-    """What the tokens so far leave to the next ones of N rows."""
+    """What N rows keep of the tokens so far, for the next ones."""
 
     inputs_NWC: Tensor  # the last W - 1 inputs of the convolution; 0 before the first token
     state_NVDE: Tensor
@@ -133,7 +133,7 @@ class DeltaNetState:
 
 
 class GatedDeltaNet(MegatronModule):
-    """In the place of Megatron's self-attention: [T, 1, H], or its sequence-parallel slice."""
+    """Replaces Megatron's self-attention: [T, 1, H], or its sequence-parallel slice, in and out."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class GatedDeltaNet(MegatronModule):
         }
         column: dict[str, Any] = shared | {"gather_output": False, "skip_bias_add": False}
         self.in_proj = submodules.in_proj(config.hidden_size, net.channels + net.values, **column)
-        # By itself and always Megatron's layer: decay and beta are too sensitive for FP8.
+        # A projection of its own, always Megatron's: decay and beta are too sensitive for FP8.
         self.in_proj_ba = ColumnParallelLinear(
             config.hidden_size, 2 * net.num_value_heads, **column
         )
@@ -277,7 +277,8 @@ class GatedDeltaNet(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Megatron's, which would take the parameters of this module itself for replicated."""
+        """Megatron's, with this module's own parameters cut over the tensor ranks, which Megatron
+        would save as replicated."""
         tree: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)

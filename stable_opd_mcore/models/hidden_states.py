@@ -26,7 +26,7 @@ from stable_opd_mcore.records import MicroBatch
 
 
 class FactorList(ModuleList):
-    """Of `lora.Factors`, which are saved without the weights."""
+    """A list of `lora.Factors`, which checkpoints hold without the weights."""
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}
@@ -43,7 +43,7 @@ class HiddenStatesGPTModel(GPTModel):
     architecture: Architecture
     rotary_pos_emb: Any  # RotaryByPosition, or Megatron's with Transformer Engine
     token_multiple: int = 1  # divides each rank's tokens; 16 with layers in FP8
-    factors: FactorList  # of the layers' frozen matrices (lora.py); empty: all weights are trained
+    factors: FactorList  # low-rank factors of the matrices (lora.py); empty: weights are trained
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **options: Any
@@ -126,7 +126,7 @@ def _packed_sequences(microbatch: MicroBatch, model: HiddenStatesGPTModel) -> Pa
         "max_seqlen_q": microbatch.max_seqlen,
         "max_seqlen_kv": microbatch.max_seqlen,
     }
-    # A gated delta net takes rectangles with Transformer Engine's attention, too.
+    # A gated delta net in plain torch needs rectangles, also with Transformer Engine's attention.
     has_rectangles = model.architecture.delta_net is not None
     if has_rectangles or isinstance(model.rotary_pos_emb, RotaryByPosition):
         return PackedSequences.of(microbatch.cu_seqlens, microbatch.positions_T, group, **described)

@@ -81,8 +81,8 @@ def check_hf(path: str | Path, architecture: Architecture) -> list[str]:
 
 
 def stored_dtypes(path: str | Path, architecture: Architecture) -> set[str]:
-    """The types of the model's tensors in the files of a directory, in safetensors' names, without
-    those that are in fp32 in any model."""
+    """The types of the model's tensors in the files of a directory, by safetensors' names. Tensors
+    that every model keeps in fp32 do not count."""
     entries = tensors.canonical_parameters(architecture)
     with _Checkpoint(Path(path)) as checkpoint:
         return {
@@ -95,7 +95,7 @@ def stored_dtypes(path: str | Path, architecture: Architecture) -> set[str]:
 
 
 def require_base(path: str | Path, architecture: Architecture) -> None:
-    """Raise a UserError for a directory without the tensors that an export has to copy."""
+    """Raise a UserError for a directory without the tensors that an export must copy."""
     carried = architecture.family.carried
     if carried and not any((Path(path) / file).is_file() for file in (_SINGLE, _INDEX)):
         raise UserError(
@@ -120,7 +120,8 @@ def export_hf(
 
     Args:
         base: the model directory where training began. Its tensors of other parts of the model are
-            copied, and weights that are in fp32 in any model get the type that they have there.
+            copied, and weights that every model keeps in fp32 are written in the type that they
+            have there.
 
     Raises:
         UserError: a weight is not finite, or the directory cannot be written.

@@ -5,11 +5,12 @@
 
 Every Hugging Face matrix of a layer except the router's, W [O, I], becomes W + alpha / rank · B A.
 A [R, I] is drawn as PEFT draws it, B [O, R] is zero. Where Megatron joins matrices (q, k and v;
-gate and up), each keeps its own pair, so the factors are those of PEFT.
+gate and up), each keeps its own pair, so the factors are the same as PEFT's.
 
-Over tensor ranks, a pair is cut as its matrix. Rows of W: A is whole and multiplies this rank's
-tokens, [T, R] is gathered, and B holds the rows. Columns of W: A holds the columns, [T, R] is
-summed, and B is whole. An expert's pair is on the rank that holds the expert.
+Tensor ranks cut a pair where they cut its matrix. If a rank has rows of W, it has all of A, which
+multiplies its own tokens, and these rows of B; [T, R] is gathered in between. If it has columns of
+W, it has these columns of A and all of B; [T, R] is summed in between. An expert's pair is on the
+rank that holds the expert.
 
 Letters: T tokens, I inputs and O outputs of a matrix, R rank of its factors.
 """
@@ -71,7 +72,7 @@ class Factors(Module):
         self.group = model.pg_collection.tp
         self.num_parts = 1 if entry.is_expert else self.group.size()
         self.cuts_columns = entry.layout in _CUT_BY_COLUMNS
-        # also switched off by rollout/inference.py
+        # rollout/inference.py switches it off while it samples.
         self.sequence_parallel = self.num_parts > 1 and model.config.sequence_parallel
         like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
         self.A, self.B = ParameterList(), ParameterList()
@@ -117,7 +118,7 @@ class Factors(Module):
         return product + self(_multiplied_input(linear, inputs[0])), bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """From what the layer multiplies, what is added to its output on this rank."""
+        """What this rank adds to the layer's output; `hidden` is what the layer multiplies."""
         low = F.linear(hidden, torch.cat(list(self.A))) * self.scale
         if self.cuts_columns:
             return F.linear(self._summed(low), self.B[0])
@@ -155,7 +156,8 @@ class Factors(Module):
 
 
 def _multiplied_input(linear: Any, hidden: Tensor) -> Tensor:
-    """A layer of Transformer Engine that fuses a norm is given the norm's input."""
+    """What a linear layer multiplies: its input, or the norm of it where Transformer Engine fuses a
+    norm into the layer."""
     weight: Tensor | None = getattr(linear, "layer_norm_weight", None)
     if weight is None:
         return hidden
@@ -176,7 +178,7 @@ def adapt(
 
     Args:
         expert_rank: rank of the experts' factors; None: `rank`.
-        seed: of A, which does not depend on the layout.
+        seed: for the values of A, which do not depend on the layout.
 
     Raises:
         UserError: a matrix of a kind that has no factors yet.
@@ -243,7 +245,7 @@ def sharded_factors(
     """The factors of this rank, as Megatron saves and loads them: by the HF names of matrices.
 
     Args:
-        values: saved in place of the present ones, as `values_of` has copied them.
+        values: factors to save in place of the present ones, as `values_of` gives them.
     """
     found: dict[str, ShardedTensor] = {}
     saved = iter(values)
@@ -330,7 +332,7 @@ def values_of(chunks: Sequence[Module]) -> list[Tensor]:
 
 @contextmanager
 def factors_as(chunks: Sequence[Module], values: Sequence[Tensor]) -> Iterator[None]:
-    """Compute with these factors, as `values_of` has copied them, inside the block."""
+    """Inside the block, compute with these factors, which `values_of` has copied."""
     every = [own for factors in factors_of(chunks) for _, _, own in factors.pairs()]
     trained = [own.data for own in every]
     for own, value in zip(every, values, strict=True):
@@ -344,7 +346,7 @@ def factors_as(chunks: Sequence[Module], values: Sequence[Tensor]) -> Iterator[N
 
 @contextmanager
 def base_only(chunks: Sequence[Module]) -> Iterator[None]:
-    """Leave the factors out inside the block: of forward passes and of `iter_hf_tensors`."""
+    """Inside the block, leave the factors out of forward passes and of `iter_hf_tensors`."""
     every = factors_of(chunks)
     before = [factors.is_on for factors in every]
     for factors in every:

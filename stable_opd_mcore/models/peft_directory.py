@@ -1,7 +1,7 @@
 """Low-rank factors in PEFT's form: adapter_config.json and adapter_model.safetensors.
 
-PEFT loads what is written. What is read must have one rank and alpha for all matrices, and a pair
-for each matrix that has factors here (lora.py); variants of LoRA are refused by name.
+PEFT loads what is written here. An adapter that is read must have one rank and alpha for all
+matrices, and a pair for each matrix that has factors in lora.py; variants of LoRA are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stable_opd_mcore.models.weights import architecture_of, refuse_non_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Settings of PEFT's LoraConfig that make another model of the same factors -> the only values read
+# Settings with which PEFT makes another model of the same factors -> the values that are accepted
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_rslora": (False,),
@@ -63,7 +63,8 @@ def export_adapter(chunks: Sequence[Module], directory: Path, base: str | None) 
     for name, a_RI, b_OR in iter_factors(chunks):
         if dist.get_rank() == 0:
             own_rank = a_RI.shape[0]
-            # All have one rank in the file: rows of zeros, and the scale of fewer rows in B.
+            # The file has one rank for all pairs. A smaller pair gets zeros, and B is multiplied to
+            # make up for the file's smaller alpha / rank.
             padded_a_RI = a_RI.new_zeros(rank, a_RI.shape[1], device="cpu")
             padded_a_RI[:own_rank] = a_RI
             padded_b_OR = b_OR.new_zeros(b_OR.shape[0], rank, device="cpu")
@@ -107,7 +108,7 @@ def _config(
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether it holds an adapter without a model."""
+    """Whether the directory holds an adapter without a model."""
     return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
 
 

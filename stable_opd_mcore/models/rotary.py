@@ -1,8 +1,7 @@
 """Rotary positions of Megatron's layers in plain torch, for training and for decoding.
 
 Not used where Transformer Engine is available, except by the embedded engine (rollout/kv_cache.py).
-Shapes: s tokens of a sequence, b sequences, D head size, or the part of a
-head that is rotated.
+Shapes: s tokens of a sequence, b sequences, D rotated elements of a head.
 """
 
 from __future__ import annotations

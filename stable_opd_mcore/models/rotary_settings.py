@@ -18,20 +18,20 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """Stretched rotary frequencies: "linear" divides all of them, "llama3" and "yarn" low ones.
+    """Stretched rotary frequencies: "linear" divides all, "llama3" and "yarn" only the low ones.
 
     "yarn" also makes the attention sharper (Peng et al., "YaRN", 2023, equations 20 to 22).
     """
 
     kind: str
     factor: float
-    low_freq_factor: float = 1.0  # this and the next: "llama3"
-    high_freq_factor: float = 4.0
+    low_freq_factor: float = 1.0  # "llama3"
+    high_freq_factor: float = 4.0  # "llama3"
     original_max_positions: int = 8192
-    beta_fast: float = 32.0  # this and what follows: "yarn"
+    beta_fast: float = 32.0  # "yarn", as are all that follow
     beta_slow: float = 1.0
-    truncate: bool = True  # the bounds of the blend are whole places
-    attention_factor: float = 1.0  # of queries and of keys
+    truncate: bool = True  # the blend begins and ends at whole indices of frequencies
+    attention_factor: float = 1.0  # queries are multiplied by it, and so are keys
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Rotary:
 
     def frequencies(self) -> Tensor:
         """Radians per position, fp32 [size / 2]."""
-        import torch  # takes seconds, which plans do without
+        import torch  # takes seconds, and plans do not need it
 
         exponents = torch.arange(0, self.size, 2, dtype=torch.float32) / self.size
         frequencies = self.theta**-exponents

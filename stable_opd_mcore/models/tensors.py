@@ -19,8 +19,9 @@ from stable_opd_mcore.models.families import Architecture
 # whole: the same on every rank
 # rows, columns: cut along dimension 0, 1
 # qkv: heads interleaved by key-value group, then cut
-# gated_qkv: the same where q_proj has each head's query and gate; here a group's queries come first
-# delta_qkvz, delta_qkv, delta_ba: of a gated delta net, interleaved by key head, then cut
+# gated_qkv: qkv where q_proj holds a query and a gate for each head; a parameter has all queries of
+#   a group, then all its gates
+# delta_qkvz, delta_qkv, delta_ba: parts of a gated delta net, interleaved by key head, then cut
 # gate_up: each half cut, then joined
 # vocab: rows padded to a multiple of the ranks, then cut
 # expert_gate_up, expert_down: one expert's, on the expert-parallel rank that holds it
@@ -37,7 +38,7 @@ class Parameter:
 
     hf_names: tuple[str, ...]
     layout: Layout
-    fp32: bool = False  # held in fp32 also by a model in bf16
+    fp32: bool = False  # in fp32 even in a bf16 model
 
     @property
     def is_expert(self) -> bool:
@@ -45,7 +46,7 @@ class Parameter:
 
 
 HEAD = "lm_head.weight"
-_TOP: dict[str, Parameter] = {  # the first two without the family's prefix
+_TOP: dict[str, Parameter] = {  # the family's prefix is left out of the first two
     "embedding.word_embeddings.weight": Parameter(("embed_tokens.weight",), "vocab"),
     "decoder.final_layernorm.weight": Parameter(("norm.weight",), "whole"),
     "output_layer.weight": Parameter((HEAD,), "vocab"),
@@ -231,7 +232,8 @@ def own_parts(
 ) -> list[tuple[str, tuple[slice, ...]]]:
     """Name and slices of the parts of HF tensors that tensor rank `rank` of `size` holds.
 
-    One part of each tensor, or one of each of its pieces in `_grouped_rows`; "vocab" may be uneven.
+    One part of each tensor, or of each of its pieces (see `_grouped_rows`). The parts of a tensor
+    in layout "vocab" may differ in size.
     """
     parts = []
     pieces = iter(_grouped_rows(entry.layout, architecture))
@@ -269,7 +271,8 @@ def _num_groups(layout: Layout, architecture: Architecture) -> int:
 
 
 def _grouped_rows(layout: Layout, architecture: Architecture) -> list[int]:
-    """Rows of the whole pieces whose groups a parameter interleaves; empty for other layouts."""
+    """Rows, over all tensor ranks, of each piece whose groups a parameter interleaves; empty for
+    other layouts."""
     a, net = architecture, architecture.delta_net
     if layout in ("qkv", "gated_qkv"):
         group = a.num_key_value_heads * a.head_dim
@@ -303,8 +306,8 @@ def join_parts(
 
 
 def _swapped(rows: Tensor, architecture: Architecture, *, from_heads: bool) -> Tensor:
-    """Rows of queries and gates [groups, rows, ...]: from head by head to all queries before all
-    gates of a group, or back."""
+    """Reorder rows of queries and gates, [groups, rows, ...]. `from_heads`: from a query and a gate
+    for each head to all queries of a group before all its gates; else back."""
     heads = architecture.num_attention_heads // architecture.num_key_value_heads
     order = (heads, 2) if from_heads else (2, heads)
     return rows.unflatten(1, (*order, -1)).transpose(1, 2).flatten(1, 3)

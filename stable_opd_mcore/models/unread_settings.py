@@ -19,8 +19,8 @@ _READ_OF_DELTA_NETS = {
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
 }  # fmt: skip
-# Keys that change no logit of a text: of files, of generation, of training and outputs in
-# transformers, of images, of multi-token prediction, of a server's state.
+# Keys that change no logit of a text. They are about files, generation, training and outputs in
+# transformers, images, multi-token prediction, or a server's state.
 # A sliding window is off unless use_sliding_window is true.
 _WITHOUT_EFFECT = {
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id",

@@ -147,7 +147,7 @@ def architecture_of(chunks: Sequence[Module]) -> Architecture:
 def described_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Parameter]]:
     """Name, weight and table entry of this rank's parameters; a tied head's copy comes last.
 
-    Without the factors of frozen matrices.
+    The low-rank factors of frozen matrices are left out.
     """
     for model in map(unwrap, chunks):
         layers: Any = model.decoder.layers
@@ -163,7 +163,7 @@ def described_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor
 
 
 def _factors_of(chunks: Sequence[Module]) -> Iterator[Any]:
-    """Of `lora.Factors`, which imports this file."""
+    """The `lora.Factors` of these chunks, without their type, because lora.py imports this file."""
     for chunk in chunks:
         yield from unwrap(chunk).factors
 
@@ -220,8 +220,8 @@ class Exchange:
         whole: Callable[[], Sequence[Tensor]],
         shapes: Sequence[tuple[int, ...]],
     ) -> Iterator[Tensor]:
-        """The entry's tensors, of these shapes. `whole` is called on the tensor ranks that hold it
-        and gathers them there. Collective."""
+        """The entry's HF tensors, which have these shapes. `whole` is called only on the ranks that
+        hold the entry, and joins their parts. Collective."""
         groups, stage = self._groups, self._stages[entry.hf_names]
         expert_rank = self._expert_ranks.get(entry.hf_names) if entry.is_expert else None
         if groups.pp.rank() == stage and expert_rank in (None, groups.ep.rank()):
