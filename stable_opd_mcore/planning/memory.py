@@ -101,7 +101,7 @@ def largest_micro_batch(run: PlannedRun) -> int | None:
 
 
 def _student(run: PlannedRun, stage: int) -> Iterator[Component]:
-    """Weights, and of those that are trained the gradients and the optimizer's shards."""
+    """The weights, and gradients and optimizer's shards of what is trained."""
     config, student, layout = run.config, run.student, run.layout
     weights = run.element * student.stage_parameters(stage)
     shared, experts = student.shared_parameters(stage), student.expert_parameters()
@@ -160,8 +160,8 @@ def _rollouts(run: PlannedRun, stage: int) -> Iterator[Component]:
     if copies:
         yield Component("weight sync: embedding, whole", copies * largest, ("rollout",))
     if config.student.lora:
-        # The products of joined matrices in fp32, their join and its rounding; at another time
-        # than the embedding.
+        # A merge holds the products of joined matrices in fp32, their join and its rounded copy.
+        # The embedding is whole at another time, so only what exceeds it counts.
         merged = max(0, (8 + run.element) * student.widest_matrix() - copies * largest)
         yield Component("weight sync: merged matrix", merged, ("rollout",))
 

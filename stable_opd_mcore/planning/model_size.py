@@ -76,14 +76,14 @@ class ModelSize:
         return self._delta_net_matrices() + cut // self.layout.tensor + net.value_dim
 
     def _delta_net_matrices(self) -> int:
-        """Of the two projections that FP8 reaches."""
+        """Parameters of the two projections of a gated delta net that are computed in FP8."""
         model, net = self.architecture, self.architecture.delta_net
         if net is None:
             return 0
         return model.hidden_size * (net.channels + 2 * net.values) // self.layout.tensor
 
     def _rest_parameters(self) -> int:
-        """One decoder layer's norms and SwiGLU or router, without experts."""
+        """Parameters of one decoder layer's norms and SwiGLU or router, without experts."""
         model, t = self.architecture, self.layout.tensor
         hidden = model.hidden_size
         if model.experts is not None:
@@ -91,7 +91,7 @@ class ModelSize:
         return 3 * model.ffn_hidden_size // t * hidden + 2 * hidden
 
     def expert_parameters(self) -> int:
-        """This rank's experts in the layers of a stage; 0 in a dense model."""
+        """Parameters of this rank's experts in a stage's layers; 0 in a dense model."""
         model = self.architecture
         if model.experts is None:
             return 0
@@ -99,7 +99,7 @@ class ModelSize:
         return self.layers_per_stage * own * 3 * model.ffn_hidden_size * model.hidden_size
 
     def factor_parameters(self, rank: int) -> int:
-        """Low-rank factors of the matrices of one stage's layers, without its experts."""
+        """Parameters of the low-rank factors in one stage's layers, without those of experts."""
         model, t, hidden = self.architecture, self.layout.tensor, self.architecture.hidden_size
         if model.family.gated_attention:
             raise UserError(
@@ -113,12 +113,12 @@ class ModelSize:
         return rank * layer * self.layers_per_stage
 
     def expert_factor_parameters(self, rank: int) -> int:
-        """The same of this rank's experts; 0 in a dense model."""
+        """Parameters of the low-rank factors of this rank's experts; 0 in a dense model."""
         inputs, outputs = self.architecture.hidden_size, self.architecture.ffn_hidden_size
         return self.expert_parameters() // (inputs * outputs) * rank * (inputs + outputs)
 
     def widest_matrix(self) -> int:
-        """Values of the largest parameter of a layer, joined as Megatron joins them."""
+        """Elements of a layer's largest matrix, joined as Megatron joins matrices."""
         model, layout = self.architecture, self.layout
         rows = (self.query_width + 2 * self.key_width) // layout.tensor
         mlp = 2 * model.ffn_hidden_size // (1 if model.experts else layout.tensor)
@@ -137,11 +137,11 @@ class ModelSize:
         return mixers + mlp * self.layers_per_stage
 
     def stage_parameters(self, stage: int) -> int:
-        """One pipeline stage's: 0 holds the embedding, the last the final norm and the head."""
+        """Parameters of one pipeline stage: 0 has the embedding, the last norm and head."""
         return self.shared_parameters(stage) + self.expert_parameters()
 
     def shared_parameters(self, stage: int) -> int:
-        """One pipeline stage's without its experts."""
+        """Parameters of one pipeline stage without its experts."""
         model, last = self.architecture, self.layout.pipeline - 1
         delta_layers = self.delta_layers(stage)
         count = self.layers_per_stage * self._rest_parameters()
@@ -157,11 +157,11 @@ class ModelSize:
         return count
 
     def total_parameters(self) -> int:
-        """The whole model's, embedding and head included."""
+        """Parameters of the whole model, with embedding and head."""
         return ModelSize(self.architecture, Layout(1)).stage_parameters(0)
 
     def read_parameters(self, tokens: float) -> float:
-        """The whole model's that some of `tokens` tokens need: all but unchosen experts."""
+        """Parameters of the whole model that `tokens` tokens read: all but unchosen experts."""
         one = ModelSize(self.architecture, Layout(1))
         experts = self.architecture.experts
         if experts is None:
@@ -180,7 +180,7 @@ class ModelSize:
     def saved_bytes(self, recompute: str, *, delta: bool = False) -> float:
         """Saved for backward by one layer, per token of this rank's slice of a micro-batch.
 
-        delta: of a layer with a gated delta net.
+        delta: the layer has a gated delta net instead of attention.
         """
         model, t, hidden = self.architecture, self.layout.tensor, self.local_hidden
         if recompute == "full":
@@ -208,8 +208,9 @@ class ModelSize:
         return saved + 4 * model.num_attention_heads / t  # log-sums of the attention
 
     def _delta_net_bytes(self) -> float:
-        """Saved by a gated delta net's kernels per token: inputs of convolution and recurrence,
-        gates and outputs; decay and beta, and a state for each 64 tokens, in fp32."""
+        """Saved by a gated delta net's kernels per token. The inputs of convolution and recurrence,
+        the gates and the outputs are in the model's precision; decay, beta and a state for each 64
+        tokens are in fp32."""
         net = self.architecture.delta_net
         assert net is not None
         narrow = self.element * (2 * net.channels + 3 * net.values)
@@ -234,7 +235,7 @@ class ModelSize:
         return 0.0 if experts is None else experts.per_token / self.norm_ranks
 
     def saved_outside_layers(self, last: bool) -> float:
-        """Saved by the rest of a stage: ids and rotary angles, and the last stage's final norm."""
+        """Saved per token outside the layers: ids, rotary angles, the last stage's final norm."""
         inputs = 9 + self.element * self.architecture.rotary.size
         return inputs + self.final_norm_bytes() if last else inputs
 
@@ -265,7 +266,8 @@ class ModelSize:
             outputs = self.expert_copies() * self.architecture.hidden_size
             return self.element * tokens * (streams + self._dispatched() + outputs)
         ffn = self.architecture.ffn_hidden_size / self.layout.tensor
-        # Gate and up; then their product as well; or q, k, v, z, the convolved and the outputs
+        # The sum is largest at one of these moments: gate and up; then their product as well; or in
+        # a gated delta net q, k, v and z, what is convolved, and the outputs.
         net = self.architecture.delta_net
         mixed = 0 if net is None else (2 * net.channels + 2 * net.values) / self.layout.tensor
         moments = 2 * ffn + self._gathered(), 3 * ffn, mixed
@@ -301,7 +303,7 @@ class ModelSize:
         return self.architecture.hidden_size if self.layout.sequence else 0
 
     def forward_flops(self, tokens: float, mean_context: float) -> float:
-        """The whole model's over all its ranks, head excluded; causal attention."""
+        """Operations of the whole model over all its ranks, without the head; causal attention."""
         model = self.architecture
         attention = 2 * self.query_width * mean_context
         return 2 * tokens * (model.products + model.num_attention_layers * attention)
@@ -315,8 +317,8 @@ class ModelSize:
         return 2 * self.architecture.num_attention_layers * self.key_width * element_bytes
 
     def state_bytes(self, element_bytes: int = 2) -> float:
-        """What a sequence keeps at any length over the whole model: states of gated delta nets, and
-        inputs of their convolutions."""
+        """What a sequence of any length keeps over the whole model: the states of gated delta nets,
+        and the last inputs of their convolutions."""
         net = self.architecture.delta_net
         if net is None:
             return 0.0

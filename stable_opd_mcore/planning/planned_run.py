@@ -23,7 +23,7 @@ from stable_opd_mcore.planning.model_size import WEIGHT_BYTES, ModelSize
 from stable_opd_mcore.planning.topology import Topology, derive_topology
 
 PRIVILEGED_TOKENS = 1024  # assumed mean by which teacher.prompt is longer than the prompt
-OBSERVED_TOKENS = 256  # assumed mean of what an environment answers to a turn
+OBSERVED_TOKENS = 256  # assumed mean tokens of an environment's answer to a turn
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Work:
     """Lengths of one step's sequences that the config does not fix."""
 
     prompt_tokens: int = 256  # mean
-    response_tokens: int = 4096  # sampled ones, mean of rollouts and golden solutions
-    observed_tokens: int = 0  # mean of what is observed between the turns of an episode
+    response_tokens: int = 4096  # mean sampled tokens of rollouts and golden solutions
+    observed_tokens: int = 0  # mean tokens observed between the turns of an episode
     # mean length of teacher.prompt; None: PRIVILEGED_TOKENS more than the student's prompt has
     teacher_prompt_tokens: int | None = None
 
@@ -89,7 +89,7 @@ class PlannedRun:
 
     @property
     def shares(self) -> dict[Fp8Role, str | None]:
-        """Whose weights in memory each scorer has; None: its own."""
+        """Whose weights in memory each scorer uses; None: it has its own."""
         return {"teacher": self.config.teacher_shares, "reference": self.config.reference_shares}
 
     def of_scorer(self, role: Fp8Role) -> PlannedRun:
@@ -172,7 +172,7 @@ class PlannedRun:
 
     @property
     def longest_sampled(self) -> int:
-        """Tokens that are sampled one after the other for one rollout, as one context."""
+        """The most tokens that one rollout samples in sequence, with all turns in one context."""
         most = self.config.max_turns * self.config.sampling.max_new_tokens
         room = self.models.student.max_positions - self.work.prompt_tokens
         return most if self.config.max_turns == 1 else min(most, room)
@@ -226,7 +226,7 @@ def planned_run(
 
 
 def default_work(config: Config) -> Work:
-    """Turns of half the limit on average, and half of `max_turns` in an episode, as one context."""
+    """Assume turns of half the limit, and episodes of half of `max_turns` in one context."""
     of_turn = max(1, config.sampling.max_new_tokens // 2)
     if config.max_turns == 1:
         return Work(response_tokens=of_turn)

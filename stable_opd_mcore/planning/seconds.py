@@ -40,7 +40,7 @@ def step_seconds(run: PlannedRun) -> StepSeconds:
     model = student.architecture
     mlp = 2 * model.num_layers * run.trained_tokens * model.mlp_products
     again = {"none": 0.0, "selective": mlp, "full": forward}[run.config.train.recompute]
-    # One product forward, and two backward: of the input and, where it is trained, of the weight.
+    # One product forward; backward one for the input's gradient and, for trained weights, another.
     products = 2 if run.config.student.lora else 3
     heads = products * student.head_flops(run.response_rows)
     heads += sum(size.head_flops(run.scored_rows) for size in run.frozen.values())
@@ -86,7 +86,7 @@ def _rollout_seconds(run: PlannedRun) -> float:
     sequences = run.rollouts / servers
     tokens = sequences * work.response_tokens
     weights = 2 * student.read_parameters(sequences) / tensor
-    context = (work.prompt_tokens + work.tokens) / 2  # on average while a token is sampled
+    context = (work.prompt_tokens + work.tokens) / 2  # mean length while a token is sampled
     caches = tokens * context * student.kv_bytes() / tensor
     products = 2 * student.read_parameters(1) * sequences * work.tokens / tensor
     overhead = SGLANG_SECONDS if config.rollout.has_servers else IN_PROCESS_SECONDS

@@ -87,7 +87,7 @@ def _attention(attention: SelfAttention, hidden_TBH: Tensor, cache: KVCache) -> 
 
 def _delta_net(net: GatedDeltaNet, hidden_TBH: Tensor, cache: KVCache) -> Tensor:
     inputs, gates, decay, beta = net.projected(hidden_TBH)
-    # 0 for padding: it neither decays nor changes a state.
+    # Padding is 0, with which it neither decays nor changes a state.
     inputs, decay, beta = (cache.without_padding(x).transpose(0, 1) for x in (inputs, decay, beta))
     before = cache.states.get(net.layer_number)
     mixed, cache.states[net.layer_number] = net.mixed(inputs, decay, beta, before)
@@ -95,8 +95,8 @@ def _delta_net(net: GatedDeltaNet, hidden_TBH: Tensor, cache: KVCache) -> Tensor
 
 
 def _heads(attention: SelfAttention, hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Queries and keys [T, B, G, R+1, D] and values [T, B, G, D], as KVCache takes them; and the
-    gates of the outputs, where the family has them."""
+    """Queries and keys [T, B, G, R+1, D] and values [T, B, G, D], as KVCache takes them; and
+    the output's gates, None where the family has none."""
     G, D = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
     groups_in_all: Any = attention.config.num_query_groups
     if attention.config.qk_layernorm or groups_in_all < attention.world_size:

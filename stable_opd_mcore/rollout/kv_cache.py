@@ -34,7 +34,7 @@ class KVCache:
         self._dtype = dtype
         # keys and values of each layer, [B, G, capacity, D]
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.states: dict[int, DeltaNetState] = {}  # of each layer without attention
+        self.states: dict[int, DeltaNetState] = {}  # by number of a layer with a gated delta net
         self._capacity = 0
         self._padded = min(prompt_lengths) != longest
 

@@ -38,8 +38,8 @@ def convert(
     An adapter that PEFT has saved becomes the merged model, in Hugging Face's form.
 
     Args:
-        tokenizer: holds the tokenizer and the generation settings, and of a model with other parts
-            their tensors; None: `source`.
+        tokenizer: holds the tokenizer, the generation settings, and the tensors of other parts that
+            the model has; None: `source`.
 
     Raises:
         UserError: `target` exists or cannot be made, `source` is not a model directory, or there is

@@ -77,7 +77,7 @@ class MovingFactors:
     values: Sequence[Tensor]  # of this rank's factors
 
     def follow(self, step: int, _memory: DeviceMemory) -> None:
-        """See `MovingWeights`; the other methods too."""
+        """As in `MovingWeights`, like the other methods."""
         if step % self.every == 0:
             for value, own in zip(self.values, values_of(self.student), strict=True):
                 value.copy_(own)

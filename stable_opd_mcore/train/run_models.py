@@ -181,7 +181,7 @@ class RunModels:
         return self._megatron_scorer(self._reference_chunks, hidden_only=hidden_only)
 
     def _around_reference(self) -> dict[str, Any]:
-        """With `reference.update: every`, the factors that the reference has now."""
+        """With `reference.update: every`, score with the reference's own factors, which follow."""
         settings = self.config.reference
         if settings.update == "never":
             return {}
@@ -201,7 +201,7 @@ class RunModels:
 
     @cached_property
     def _reference_chunks(self) -> list[HiddenStatesGPTModel]:
-        """Also a self-teacher's where `config.teacher_shares` says so."""
+        """The reference's; also a self-teacher's if `config.teacher_shares` is "reference"."""
         settings = self.config.reference
         return self._following("reference", settings, self.config.fp8.of("reference"))
 

@@ -88,7 +88,8 @@ class Student:
 
     @cached_property
     def base_hash(self) -> str | None:
-        """Of the frozen weights under low-rank factors; None: all are trained. Collective."""
+        """Hash of the frozen weights to which the low-rank factors are added; None if all weights
+        are trained. Collective."""
         if not factors_of(self.chunks):
             return None
         with base_only(self.chunks):
@@ -103,7 +104,7 @@ class Student:
         ]
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
-        """Main weights (in fp32 views of the model's) and Adam's moments, as far as they exist."""
+        """Main weights (views of the model's where those are fp32) and Adam's existing moments."""
         for optimizer in self._inner:
             for group in optimizer.optimizer.param_groups:
                 yield from group["params"]
@@ -134,9 +135,9 @@ class Student:
 
 
 def _correct_places(optimizer: Any) -> None:
-    """Let Megatron find the state of each parameter of a model that also has some in fp32.
+    """Correct where Megatron looks for the optimizer's state of each weight, if some are in fp32.
 
-    It looks for it in the order of the gradient buffers; the optimizer has those in fp32 first.
+    It assumes the order of the gradient buffers, but the optimizer puts weights in fp32 first.
     """
     if optimizer.is_stub_optimizer:  # this rank trains nothing of this kind
         return

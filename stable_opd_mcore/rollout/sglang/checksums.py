@@ -1,8 +1,8 @@
 """The checksums that a server must report after a sync, computed from the trainer's tensors.
 
 SGLang's /weights_checker gives one 64-bit hash per parameter and tensor rank, of the bytes as its
-layers hold them: q, k and v fused, gate and up fused, the projections into a gated delta net fused
-to two, the experts of a layer stacked, cut by rows or columns, the vocabulary padded.
+layers hold them: q, k and v fused, gate and up fused, the four input projections of a gated delta
+net fused to two, the experts of a layer stacked, cut by rows or columns, the vocabulary padded.
 `ExpectedChecksums` lays out the trainer's Hugging Face tensors in the same way, one at a time, and
 hashes the pieces. Equal hashes mean equal bits. Unquantised weights only.
 """
@@ -40,7 +40,7 @@ _ROWS = (
     "linear_attn.dt_bias",
 )
 _DELTA_CHANNELS = ("in_proj_qkv", "conv1d.weight")  # rows of q, k and v, each cut by itself
-_UNTRAINED = "visual."  # a server's parameters that no tensor of the trainer is for
+_UNTRAINED = "visual."  # a server's parameters for which the trainer has no tensor
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 # SGLang pads these with zeros to a multiple
 _VOCABULARY_MULTIPLE = 64  # the vocabulary's rows
@@ -48,8 +48,8 @@ _CPU_MLP_MULTIPLE = 32  # each rank's width of an MLP and of an expert, on a CPU
 
 
 def name_on_server(name: str, architecture: Architecture) -> str:
-    """The name under which a server gets a tensor: of a decoder by itself, which SGLang's classes
-    of models with other parts take, too."""
+    """The name under which a server gets a tensor, that of a text model by itself. SGLang's classes
+    of models with other parts take it, too."""
     return name.replace(architecture.family.prefix, "model.", 1)
 
 

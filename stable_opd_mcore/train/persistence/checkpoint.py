@@ -263,7 +263,7 @@ def _state_dict(student: Student, moving: Mapping[str, Moving], loading: bool) -
 def _shape_of(student: Student) -> dict[str, Any]:
     """What must agree between a checkpoint and the model that reads it, as JSON has it.
 
-    The names are those of checkpoints that were written before there were delta nets and YaRN.
+    Checkpoints that were written before there were delta nets and YaRN have the same names.
     """
     architecture = architecture_of(student.chunks)
     values = asdict(replace(architecture, source={}))
