@@ -48,11 +48,11 @@ class LoraConfig(Section):
     alpha: float = Field(default=32.0, gt=0)
     """The product of the factors is multiplied by alpha / rank before it is added to the matrix."""
     expert_rank: PositiveInt | None = None
-    """Rank of the factors of experts' matrices, multiplied by alpha / expert_rank. `null`: `rank`.
-    """
+    """Rank of the factors of experts' matrices, whose product is multiplied by alpha / expert_rank.
+    `null`: `rank`."""
     path: str | None = None
-    """Directory of an adapter that PEFT has saved, to start from; `rank` and `alpha` must be its
-    own. `null`: new factors, which change nothing before the first update."""
+    """Directory of an adapter that PEFT has saved, to start from; `rank` and `alpha` must be
+    the adapter's. `null`: new factors, which change nothing before the first update."""
 
 
 class StudentConfig(ModelConfig):
