@@ -1,0 +1,135 @@
+"""What an environment may yield and return, and the process in which it does."""
+
+import re
+
+import psutil
+import pytest
+
+from stable_opd_mcore.host.user_code import read_user_function
+from stable_opd_mcore.rollout.environments import EnvironmentPool, Step
+from tests.rollout.test_environments import get, processes
+
+FILE = """
+import sys
+
+def evaluated(row, seed):
+    "Yields and returns what the row says."
+    values = [eval(value) for value in row["values"]]
+    for value in values[:-1]:
+        yield value
+    return values[-1]
+
+def plain(row, seed):
+    return 1
+
+def text(row, seed):
+    yield row["text"] * row["times"]
+    return 0
+
+def hashes(row, seed):
+    yield str([hash("a"), list({"a", "b", "c", "d"}), "torch" in sys.modules])
+    return 0
+"""
+
+
+@pytest.fixture(scope="module")
+def evaluated_pool(tmp_path_factory):
+    path = tmp_path_factory.mktemp("envs") / "envs.py"
+    path.write_text(FILE)
+    pool = EnvironmentPool(read_user_function(f"{path}:evaluated", ("row", "seed")), workers=1)
+    yield pool
+    pool.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (["3"], r"returned 3 \(int\); expected its reward, a number in \[0, 1\]: end it with"),
+        (["None"], "returned None; expected its reward"),
+        (["1.5"], r"returned 1.5 \(float\)"),
+        (["float('nan')"], r"returned nan \(float\)"),
+        (["-1"], r"returned -1"),
+        (["'1'"], r"returned '1' \(str\)"),
+        (["'a'", "None", "1"], "yielded None; expected a text"),
+        (["3", "1"], r"yielded 3 \(int\); expected a text .* or, first, None"),
+        (["b'a'", "1"], r"yielded b'a' \(bytes\)"),
+        (["[]", "1"], "yielded no messages; expected at least one"),
+        (["{'restart': []}", "1"], "yielded no messages"),
+        (["{'restart': 'a', 'x': 1}", "1"], r"yielded \{'restart': 'a', 'x': 1\} \(dict\)"),
+        (["['a']", "1"], r"the message 'a' \(str\); expected \{\"role\""),
+        (["[{'role': 'user'}]", "1"], r"the message \{'role': 'user'\} \(dict\)"),
+        (["[{'role': 'user', 'content': 3}]", "1"], "the message {'role': 'user', 'content': 3}"),
+        (["[{'role': 'user', 'content': '', 'name': ''}]", "1"], "the message .*'name'"),
+        (
+            ["[{'role': 'system', 'content': ''}]", "1"],
+            r"role 'system' \(str\); expected user or t",
+        ),
+        (["[{'role': [], 'content': ''}]", "1"], r"role \[\] \(list\); expected user or tool"),
+        (["{'restart': [{'role': 'x', 'content': ''}]}", "1"], "expected system or user or assis"),
+        (
+            ["['a' * 9**6] and [{'role': 'user', 'content': 'a' * 10**6}] * 3", "1"],
+            "3 messages with",
+        ),
+    ],
+)
+def test_what_is_no_observation_and_no_reward_is_invalid(evaluated_pool, values, reason):
+    key = str(values)
+    step = get(evaluated_pool.open(key, {"values": values}, 0))
+    while not step.done:
+        step = get(evaluated_pool.say(key, ""))
+    assert (step.reward, step.failure, step.replays) == (0.0, "invalid", 1)
+    assert re.search(reason, step.reason), step.reason
+
+
+def test_texts_messages_and_new_contexts_are_observed(evaluated_pool):
+    user = {"role": "user", "content": "a"}
+    tool = {"role": "tool", "content": ""}
+    values = [
+        "None",
+        "''",
+        "[{'role': 'tool', 'content': ''}, {'role': 'user', 'content': 'a'}]",
+        "{'restart': 'a'}",
+        "{'restart': ({'role': 'system', 'content': 'a'}, {'role': 'user', 'content': 'a'})}",
+        "'\\ud800 \\U0001f600'",
+        "True",
+    ]
+    found = [get(evaluated_pool.open("good", {"values": values}, 0))]
+    found += [get(evaluated_pool.say("good", "\ud800")) for _ in values[1:]]
+    assert found == [
+        Step(),
+        Step(({"role": "user", "content": ""},)),
+        Step((tool, user)),
+        Step((user,), restarts=True),
+        Step(({"role": "system", "content": "a"}, user), restarts=True),
+        Step(({"role": "user", "content": "? \U0001f600"},)),  # tokenizers refuse half a pair
+        Step(done=True, reward=1.0),
+    ]
+
+
+def test_a_function_without_yield_says_so(pool_of):
+    found = get(pool_of(FILE, "plain").open("a", {}, 0))
+    assert found.failure == "invalid"
+    assert "returned 1 (int); expected a generator: write `said = yield" in found.reason
+
+
+def test_a_hundred_megabytes_lose_their_middle_before_they_reach_the_trainer(pool_of):
+    pool = pool_of(FILE, "text")
+    get(pool.open("warm", {"text": "a", "times": 1}, 0))
+    before = psutil.Process().memory_info().rss
+    for key in range(3):
+        found = get(pool.open(key, {"text": "\U0001f600b", "times": 10**8 // 5}, 0))
+        assert found.observed is not None
+        content = found.observed[0]["content"]
+        assert 999_990 < len(content) <= 1_000_000
+        assert content.startswith("\U0001f600b")
+        assert content.endswith("b")
+        assert "\n[...]\n" in content
+    assert psutil.Process().memory_info().rss - before < 64 * 2**20
+
+
+def test_the_hash_of_a_text_is_the_same_in_each_process(pool_of):
+    pool = pool_of(FILE, "hashes", workers=2)
+    found = [get(pool.open(key, {}, 0)) for key in range(4)]
+    assert len(processes(pool)) == 2
+    assert found == [found[0]] * 4
+    assert "False" in str(found[0].observed), "the process has no torch"
