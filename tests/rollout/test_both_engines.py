@@ -15,7 +15,7 @@ from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests
 from stable_opd_mcore.serving.requests import Completion, Generation
-from tests.rollout.sglang.test_dispatch import fleet_over
+from tests.rollout.sglang.abortable_server import fleet_over
 from tests.rollout.tiny import WINDOW, build_engine
 
 GAME = """

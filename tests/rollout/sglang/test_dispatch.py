@@ -6,25 +6,28 @@ import itertools
 import json
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.metrics import Sum
-from stable_opd_mcore.records import Prompt, Rollout, Sampling, Segment, SequenceScores
+from stable_opd_mcore.records import Rollout, Segment, SequenceScores
 from stable_opd_mcore.rollout.episodes import Episode, Observation
 from stable_opd_mcore.rollout.sglang import dispatch
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
-from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests
-from stable_opd_mcore.serving.client import ServerFailure
-from stable_opd_mcore.serving.requests import Call, Completion, Generation
+from stable_opd_mcore.serving.requests import Generation
+from tests.rollout.sglang.abortable_server import (
+    AbortableServer,
+    fleet_over,
+    prompts_of,
+    request,
+    talked,
+)
 from tests.rollout.sglang.test_fleet import fleet_of
 from tests.serving.http_server import http_server
 
@@ -37,113 +40,6 @@ RESPONSE = {
         "cached_tokens": 0,
     },
 }
-WINDOW = 32
-
-
-@dataclass(eq=False)
-class AbortableServer:
-    """A client whose server has sampled `pace` tokens of each response when its requests are
-    aborted, and samples to the end when `finish` is set. A token is its position."""
-
-    pace: int = 3
-    version: int = 0
-    url, api_key = "http://here", None
-
-    def __post_init__(self) -> None:
-        self.requests: list[Generation] = []
-        self.finish, self._woken = threading.Event(), threading.Condition()
-        self._waiting: list[tuple[Generation, Future[Completion]]] = []
-        self._is_dead = False
-
-    def submit(
-        self, request: Generation | Call, timeout_seconds: float = 0, delay_seconds: float = 0
-    ) -> Future[Any]:
-        reply: Future[Any] = Future()
-        if isinstance(request, Call):
-            self._reply()
-            reply.set_result("aborted")
-            return reply
-        with self._woken:
-            self.requests.append(request)
-            self._waiting.append((request, reply))
-            self._woken.notify_all()
-        if self.finish.is_set():
-            self._reply()
-        return reply
-
-    def _reply(self) -> None:
-        """As SGLang replies: not in the thread of the request."""
-        with self._woken:
-            waiting, self._waiting = self._waiting, []
-        for request, reply in waiting:
-            if self._is_dead:
-                failure = ServerFailure("here", "unreachable", "it was killed")
-                threading.Timer(0.01, reply.set_exception, (failure,)).start()
-            else:
-                threading.Timer(0.01, reply.set_result, (self.completion(request),)).start()
-
-    def completion(self, request: Generation) -> Completion:
-        first, longest = len(request.token_ids), request.sampling.max_new_tokens
-        number = longest if self.finish.is_set() else min(self.pace, longest)
-        ids = np.arange(first, first + number, dtype=np.int32)
-        reason = "length" if number == longest else "abort"
-        logprobs = np.full(number, -0.5, np.float32)
-        return Completion(ids, logprobs, reason, (str(self.version),), 0)
-
-    def end(self) -> None:
-        self.finish.set()
-        self._reply()
-
-    def kill(self) -> None:
-        self._is_dead = True
-        self._reply()
-
-    def await_requests(self, number: int) -> None:
-        with self._woken:
-            assert self._woken.wait_for(lambda: len(self.requests) >= number, 30)
-
-    def close(self) -> None:
-        pass
-
-
-def request(**sampling: Any) -> Generation:
-    settings = {"max_new_tokens": 1, "stop_token_ids": (2,)} | sampling
-    return Generation((1, 2), Sampling(**settings), vocab_size=5)
-
-
-def fleet_over(directory: Path, *clients: AbortableServer, **settings: Any) -> Fleet:
-    members = [
-        Member(f"server_{n}", client, None, state="ready")  # type: ignore[arg-type]
-        for n, client in enumerate(clients)
-    ]
-    return Fleet(members, EventLog(directory / "events.jsonl"), **settings)
-
-
-def known(observation: Observation) -> Future[Observation]:
-    answer = Future[Observation]()
-    answer.set_result(observation)
-    return answer
-
-
-def prompts_of(
-    requests: Sequence[Generation],
-    accept: Callable[[Member, Completion], bool] = lambda *_: True,
-    step: int = 0,
-) -> list[PromptRequests]:
-    return [
-        PromptRequests(
-            request,
-            accept,
-            [
-                Episode.begin(Prompt("a:0", "", tuple(request.token_ids)), sample, 0)
-                for sample in range(request.sampling.num_samples)
-            ],
-            step,
-            WINDOW,
-            lambda episode: known(Observation(finish_reason=episode.turns[-1].finish_reason)),
-        )
-        for request in requests
-    ]
 
 
 def sampled(fleet: Fleet, requests: Sequence[Generation], *accept: Any) -> list[PromptRequests]:
@@ -177,14 +73,6 @@ def test_aborted_responses_go_on_from_their_tokens_over_two_publishes(tmp_path):
     assert asked == [(0, 8), (0, 8), (3, 5), (3, 5), (6, 2), (6, 2)]
     assert dispatcher.take_metrics()["engine/continued"] == Sum(4)
     dispatcher.close()
-
-
-def talked(episode: Episode) -> Future[Observation]:
-    """An observation begins a second turn, and another one a third in a context of its own."""
-    number = len(episode.turns)
-    if number == 3:
-        return known(Observation(finish_reason="stop"))
-    return known(Observation((8,) * number, restarts=number == 2))
 
 
 def test_every_request_asks_for_the_next_token_of_a_sample(tmp_path):

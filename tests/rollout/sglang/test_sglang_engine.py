@@ -17,7 +17,7 @@ from stable_opd_mcore.rollout.sglang.publisher import ServerStatus
 from stable_opd_mcore.rollout.sglang.sglang_engine import SglangEngine
 from tests.config.cases import run_with
 from tests.integration.sglang_tools import architecture
-from tests.rollout.sglang.test_dispatch import AbortableServer
+from tests.rollout.sglang.abortable_server import AbortableServer
 
 FIELDS = architecture(tied=False)
 K = 4

@@ -23,7 +23,7 @@ from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.samples import collecting
 from stable_opd_mcore.train.samples.served_scores import begin_scoring
 from tests.parallel.launch import run_ranks
-from tests.rollout.sglang.test_dispatch import talked
+from tests.rollout.sglang.abortable_server import talked
 from tests.rollout.sglang.test_sglang_engine import engine_of
 from tests.serving.fake_teacher import fake_teacher
 from tests.serving.test_teacher import served_by
