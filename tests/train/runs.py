@@ -3,7 +3,6 @@ problems.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +71,3 @@ def metrics_of(directory: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl without what may differ between identical runs."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in rows]
-
-
-def end_process_at(last: int) -> None:
-    """Let this process die after the row of step `last`, before the guard's return and a save."""
-    from stable_opd_mcore.train import loop  # seconds, which most users of this file do without
-
-    write = loop.write_actions
-
-    def write_and_die(sinks: Any, step: int, actions: Any, now: Any) -> None:
-        write(sinks, step, actions, now)
-        if step == last:
-            os._exit(9)
-
-    loop.write_actions = write_and_die

@@ -1,12 +1,12 @@
-"""Runs with an environment: the objectives, layouts, rollouts sampled ahead, and its failures."""
+"""Runs with an environment: with each objective, on two ranks, with rollouts sampled ahead, killed,
+evaluated, and stopped because the environment fails.
+"""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.multiprocessing import ProcessExitedException
 
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.errors import UserError
@@ -15,9 +15,9 @@ from stable_opd_mcore.train.evaluated_model import evaluation_config
 from stable_opd_mcore.train.evaluation import evaluate_config
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
+from tests.train.killed import run_killed_at
 from tests.train.runs import (
     ALONE,
-    end_process_at,
     metrics_of,
     problems,
     tiny_architecture,
@@ -90,11 +90,6 @@ def play_in_layouts(rank: int, world_size: int, directory: str) -> None:
 
 def play_with_checkpoints(rank: int, world_size: int, directory: str, name: str) -> None:
     played(directory, name, checkpoint={"every": 2, "keep": 5}, rollout=AHEAD)
-
-
-def play_and_die(rank: int, world_size: int, directory: str, name: str) -> None:
-    end_process_at(KILLED_AT)
-    play_with_checkpoints(rank, world_size, directory, name)
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +171,7 @@ def test_layouts_agree(games):
 def test_a_killed_run_plays_again_what_was_sampled_ahead(games):
     """It has the same prompts and worlds; what was sampled ahead, it samples with newer weights."""
     run_ranks(1, play_with_checkpoints, str(games), "whole")
-    with pytest.raises(ProcessExitedException):
-        run_ranks(1, play_and_die, str(games), "killed")
-    shutil.copytree(games / "killed", games / "before")
+    run_killed_at(KILLED_AT, play_with_checkpoints, str(games), "killed")
     run_ranks(1, play_with_checkpoints, str(games), "killed")
     whole, killed = (metrics_of(games / name) for name in ("whole", "killed"))
     assert [row["step"] for row in killed] == [row["step"] for row in whole]

@@ -8,13 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from torch.multiprocessing import ProcessExitedException
 
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
-from tests.train.runs import end_process_at, metrics_of, problems, tiny_architecture, tiny_config
+from tests.train.killed import run_killed_at
+from tests.train.runs import metrics_of, problems, tiny_architecture, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -61,11 +61,6 @@ def run_with_checkpoints(rank: int, world_size: int, directory: str, name: str) 
     train(config_of(Path(directory), name, 2, True, checkpoint=checkpoint), show_progress=False)
 
 
-def run_and_die(rank: int, world_size: int, directory: str, name: str) -> None:
-    end_process_at(KILLED_AT)
-    run_with_checkpoints(rank, world_size, directory, name)
-
-
 @pytest.fixture(scope="module")
 def schedules(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("schedules")
@@ -78,8 +73,7 @@ def runs(tmp_path_factory) -> Path:
     """`whole`, and `killed` after a checkpoint of step 4 with rollouts sampled ahead."""
     directory = tmp_path_factory.mktemp("runs")
     run_ranks(1, run_with_checkpoints, str(directory), "whole")
-    with pytest.raises(ProcessExitedException):
-        run_ranks(1, run_and_die, str(directory), "killed")
+    run_killed_at(KILLED_AT, run_with_checkpoints, str(directory), "killed")
     shutil.copytree(directory / "killed", directory / "on_two_ranks")
     return directory
 

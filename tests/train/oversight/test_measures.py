@@ -6,7 +6,6 @@ The learning rate of the warm-up, which rises by design, replaces the metrics of
 from pathlib import Path
 
 import pytest
-from torch.multiprocessing import ProcessExitedException
 
 from stable_opd_mcore.config.objectives import KLConfig
 from stable_opd_mcore.data.rollout_files import read_rollouts
@@ -24,7 +23,8 @@ from stable_opd_mcore.train.oversight.measures import (
     write_actions,
 )
 from tests.parallel.launch import run_ranks
-from tests.train.runs import end_process_at, metrics_of, tiny_architecture, tiny_config
+from tests.train.killed import run_killed_at
+from tests.train.runs import metrics_of, tiny_architecture, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -65,13 +65,6 @@ def run_to_collapse(rank: int, world_size: int, directory: str, name: str, secti
         train(config_of(Path(directory), name, **sections), show_progress=False)
     if rank == 0:
         (Path(directory) / f"{name}.message").write_text(str(stopped.value))
-
-
-def run_and_die(rank: int, world_size: int, directory: str, name: str, sections: dict) -> None:
-    """Train; end the process between the guard's decision to return and the return."""
-    watch_learning_rate()
-    end_process_at(KILLED_AT)
-    train(config_of(Path(directory), name, **sections), show_progress=False)
 
 
 def test_a_teacher_that_says_what_the_student_says_is_named_at_the_start(caplog):
@@ -142,8 +135,7 @@ def test_stopped_run_has_a_report_and_names_the_healthy_checkpoint(runs):
 
 
 def test_run_killed_between_decision_and_return_is_identical(runs):
-    with pytest.raises(ProcessExitedException):
-        run_ranks(1, run_and_die, str(runs), "killed", {})
+    run_killed_at(KILLED_AT, run_to_collapse, str(runs), "killed", {})
     assert metrics_of(runs / "killed")[-1]["action"] == "rolled_back"
     run_ranks(1, run_to_collapse, str(runs), "killed", {})
     assert metrics_of(runs / "killed") == metrics_of(runs / "whole")
@@ -152,8 +144,7 @@ def test_run_killed_between_decision_and_return_is_identical(runs):
 def test_a_return_drops_what_is_sampled_ahead(runs):
     """In the same run and in one that was killed between the decision and the return."""
     ahead = {"rollout": {"max_staleness": 2, "partial": True}}
-    with pytest.raises(ProcessExitedException):
-        run_ranks(1, run_and_die, str(runs), "ahead", ahead)
+    run_killed_at(KILLED_AT, run_to_collapse, str(runs), "ahead", ahead)
     run_ranks(1, run_to_collapse, str(runs), "ahead", ahead)
     assert events_of(runs / "ahead") == events_of(runs / "whole")
     first_tokens = [
