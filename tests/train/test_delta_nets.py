@@ -16,7 +16,8 @@ from stable_opd_mcore.models.tensors import hf_shapes
 from stable_opd_mcore.train.loop import train
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
-from tests.train.runs import metrics_of, tiny_architecture, tiny_config
+from tests.train.layouts import short_config, train_through
+from tests.train.runs import metrics_of, tiny_architecture
 
 pytestmark = pytest.mark.slow
 
@@ -33,15 +34,11 @@ KEYS = ("loss/total", "loss/pg", "grad_norm")
 
 
 def config_of(directory: Path, name: str, steps: int, **sections: Any) -> Config:
-    sections = {
+    models = {
         "student": {"architecture": HYBRID},
         "teacher": {"architecture": tiny_architecture(24, 4)},
-        "rollout": {"prompts_per_step": 5, "samples_per_prompt": 1},  # unequal shares of four ranks
-        "sampling": {"max_new_tokens": 8},
-        **sections,
-        "train": {"steps": steps, "micro_batch_tokens": 96, **sections.get("train", {})},
     }
-    return tiny_config(directory, name, **sections)
+    return short_config(directory, name, steps, **models, **sections)
 
 
 def on_one_rank(rank: int, world_size: int, directory: str) -> None:
@@ -50,9 +47,7 @@ def on_one_rank(rank: int, world_size: int, directory: str) -> None:
 
 def on_every_layout(rank: int, world_size: int, directory: str) -> None:
     path = Path(directory)
-    for steps, parallel in enumerate(LAYOUTS.values(), start=1):  # each shows the last one's update
-        config = config_of(path, "resumed", steps, parallel=parallel, train={"recompute": "full"})
-        train(config, show_progress=False)
+    train_through(LAYOUTS, config_of, path, "resumed")
     bf16: dict[str, Any] = {"parallel": LAYOUTS["tp2_pp2"], "train": {"precision": "bf16"}}
     train(config_of(path, "bf16", 3, **bf16), show_progress=False)
     for steps in (2, 3):

@@ -11,7 +11,8 @@ import pytest
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
-from tests.train.runs import metrics_of, tiny_architecture, tiny_config
+from tests.train.layouts import ROLLOUT, short_config, train_through
+from tests.train.runs import metrics_of, tiny_architecture
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,6 @@ MIXTURE = tiny_architecture(
     moe_intermediate_size=12,
     norm_topk_prob=True,
 )
-ROLLOUT = {"prompts_per_step": 5, "samples_per_prompt": 1}  # unequal shares of four ranks
 AHEAD = {"max_staleness": 1, "partial": True}
 # That run has a student with experts, a dense teacher, and no rollouts ahead.
 OTHERS: dict[str, tuple[dict, dict]] = {
@@ -51,15 +51,11 @@ KEYS = ("loss/total", "loss/pg", "grad_norm", "moe/load_max_over_mean", "moe/unu
 
 
 def config_of(directory: Path, name: str, steps: int = 2, **sections: Any) -> Config:
-    sections = {
+    models = {
         "student": {"architecture": MIXTURE},
         "teacher": {"architecture": tiny_architecture(24, 2)},
-        "rollout": ROLLOUT,
-        "sampling": {"max_new_tokens": 8},
-        **sections,
-        "train": {"steps": steps, "micro_batch_tokens": 96, **sections.get("train", {})},
     }
-    return tiny_config(directory, name, **sections)
+    return short_config(directory, name, steps, **models | sections)
 
 
 def on_one_rank(rank: int, world_size: int, directory: str) -> None:
@@ -73,9 +69,7 @@ def on_every_layout(rank: int, world_size: int, directory: str) -> None:
     path = Path(directory)
     for name, (parallel, sections) in OTHERS.items():
         train(config_of(path, name, parallel=parallel, **sections), show_progress=False)
-    for steps, parallel in enumerate(LAYOUTS.values(), start=1):  # each shows the last one's update
-        config = config_of(path, "resumed", steps, parallel=parallel, train={"recompute": "full"})
-        train(config, show_progress=False)
+    train_through(LAYOUTS, config_of, path, "resumed")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.setup import build_run
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
-from tests.train.runs import metrics_of, tiny_architecture, tiny_config
+from tests.train.layouts import short_config, train_through
+from tests.train.runs import metrics_of, tiny_architecture
 from tests.train.test_experts import MIXTURE
 
 pytestmark = pytest.mark.slow
@@ -43,16 +44,12 @@ KEYS = ("loss/total", "loss/pg", "loss/kl", "grad_norm", "logprob/rollout_gap_ma
 
 
 def config_of(directory: Path, name: str, steps: int, **sections: Any) -> Config:
-    sections = {
+    given = {
         "student": {"architecture": tiny_architecture(16, 4), "lora": LORA},
         "teacher": {"architecture": tiny_architecture(24, 4)},
-        "rollout": {"prompts_per_step": 5, "samples_per_prompt": 1},
-        "sampling": {"max_new_tokens": 8},
         "optimizer": {"lr": 1e-2, "warmup_steps": 0},
-        **sections,
-        "train": {"steps": steps, "micro_batch_tokens": 96, **sections.get("train", {})},
     }
-    return tiny_config(directory, name, **sections)
+    return short_config(directory, name, steps, **given | sections)
 
 
 MOVING_LAYOUTS = {name: DENSE_LAYOUTS[name] for name in ("tp2_pp2", "tp2_sp_cp2", "dp4")}
@@ -73,9 +70,7 @@ def on_every_layout(rank: int, world_size: int, directory: str) -> None:
         ("moving", MOVING_LAYOUTS, MOVING),
         ("experts", EXPERT_LAYOUTS, EXPERTS),
     ):
-        for steps, parallel in enumerate(layouts.values(), start=1):
-            more = {**sections, "parallel": parallel, "train": {"recompute": "full"}}
-            train(config_of(Path(directory), f"{name}_resumed", steps, **more), False)
+        train_through(layouts, config_of, Path(directory), f"{name}_resumed", **sections)
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +100,14 @@ def test_every_layout_gives_the_numbers_of_one_rank(runs, name):
 
 def from_the_trained_model(rank: int, world_size: int, directory: str) -> None:
     """Merged, and as an adapter with its base."""
-    path, opts = Path(directory), {"kl": {"beta": 1.0, "estimator": "exact"}}
+    path, exact = Path(directory), {"kl": {"beta": 1.0, "estimator": "exact"}}
     merged = {"path": f"{path}/dense/model", "architecture": None, "lora": LORA}
     adapter = {
         "architecture": tiny_architecture(16, 4),
         "lora": {"rank": 4, "alpha": 8.0, "path": f"{path}/dense/adapter"},
     }
-    train(config_of(path, "from_merged", 2, student=merged, **opts), show_progress=False)
-    train(config_of(path, "from_adapter", 2, student=adapter, **opts), show_progress=False)
+    train(config_of(path, "from_merged", 2, student=merged, **exact), show_progress=False)
+    train(config_of(path, "from_adapter", 2, student=adapter, **exact), show_progress=False)
     convert(path / "from_merged" / "adapter", path / "converted")
     with pytest.raises(UserError, match=r"base_model_name_or_path=None is not a model directory"):
         convert(path / "from_adapter" / "adapter", path / "unknown_base")
@@ -157,8 +152,8 @@ def test_a_reference_that_follows_takes_the_factors(runs):
 
 
 def test_only_the_matrices_of_layers_differ_in_the_trained_model(runs):
-    world = start_world(config_of(runs, "dense", 1).parallel, 0)
     config = config_of(runs, "dense", 1)
+    world = start_world(config.parallel, 0)
     start = build_run(config, world).student.chunks
     trained = load_file(runs / "dense" / "model" / "model.safetensors")
     for name, tensor in iter_hf_tensors(start):
