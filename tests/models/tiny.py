@@ -43,6 +43,11 @@ VISION = {
 VOCAB_SIZE = 53  # no multiple of any tensor size: the vocabulary is padded
 
 
+def tolerance(architecture: Architecture) -> float:
+    """Of comparisons in fp32: rounding errors grow where delta nets normalise keys."""
+    return 1e-5 if architecture.delta_net is None else 1e-4
+
+
 def config(model_type: str, **changes: Any) -> dict[str, Any]:
     """The fields of a config.json with four layers; `changes` of its decoder."""
     if model_type == "qwen3_5":

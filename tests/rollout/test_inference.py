@@ -34,8 +34,8 @@ def test_hidden_states_are_those_of_the_trainers_forward_pass(world, family):
     batch = tiny.microbatch([LENGTH])
     found = hidden_in_pieces(chunk, batch.tokens_T, first=4)
     hidden_TH = forward_hidden(chunk, batch)  # after the other, which leaves nothing behind
-    rounding = 1e-5 if chunk.architecture.delta_net is None else 1e-4
-    torch.testing.assert_close(found.clone(), hidden_TH, rtol=rounding, atol=rounding)
+    tolerance = tiny.tolerance(chunk.architecture)
+    torch.testing.assert_close(found.clone(), hidden_TH, rtol=tolerance, atol=tolerance)
     hidden_TH.sum().backward()
     assert all(p.grad is not None for name, p in chunk.named_parameters() if "linear" in name)
 
