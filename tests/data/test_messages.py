@@ -166,8 +166,8 @@ def test_all_golden_turns_are_what_a_rollout_of_the_same_texts_would_be(tmp_path
     bridge = Bridge(tokenizer)
     for turns in CONVERSATIONS + WITH_TOOLS * (name != R1):
         first = [turn["role"] for turn in turns].index("assistant")
-        context = tokenizer.encode(tokenizer.render_turns(turns[:first], "Count."))
         text, places, new = tokenizer.render_turns(turns[:first], "Count."), [], []
+        context = tokenizer.encode(text)
         for turn in turns[first:]:
             if turn["role"] != "assistant":
                 new.append(turn)
@@ -218,7 +218,7 @@ def test_golden_turns_keep_their_thoughts_and_observe_the_opened_ones(tmp_path):
 def test_a_call_may_be_the_golden_solution_and_stand_in_the_prompt(tmp_path):
     tokenizer = real_tokenizer(QWEN3)
     prompt = golden_prompt(tmp_path, tokenizer, ASK, CALL, TOOL, CALL)
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    call = said_of(CALL)
     assert tokenizer.decode(prompt.golden_token_ids) == call
     assert f"{call}<|im_end|>\n<|im_start|>user\n<tool_response>\n2\n</tool_response>" in (
         tokenizer.decode(prompt.token_ids)

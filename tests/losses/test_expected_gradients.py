@@ -60,11 +60,11 @@ class Policies:
         observed: the place of a token that the student did not sample.
         """
         log_p, log_q = self.student.log_softmax(1), self.teacher.log_softmax(1)
+        sampled = [t for t in range(len(self.sequences[0])) if t != observed]
         rows = [
-            (index, t - (observed is not None and t > observed), self.state(sequence[:t]), token)
+            (index, number, self.state(sequence[:t]), sequence[t])
             for index, sequence in enumerate(self.sequences)
-            for t, token in enumerate(sequence)
-            if t != observed
+            for number, t in enumerate(sampled)
         ]
         sample, token, state, target = (torch.tensor(column) for column in zip(*rows, strict=True))
         logprob = log_p[state, target]

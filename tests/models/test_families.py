@@ -83,8 +83,7 @@ def test_settings_that_switch_something_on_are_named_and_those_of_transformers_a
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
     """A key may be left out where transformers' default is the implemented value."""
-    defaults = AutoConfig.for_model(model_type)
-    defaults = defaults.get_text_config()
+    defaults = AutoConfig.for_model(model_type).get_text_config()
     for key, implemented in FAMILIES[model_type].supported.items():
         usual = FAMILIES[model_type].defaults.get(key, implemented)
         assert getattr(defaults, key, usual) == usual, key
@@ -115,6 +114,9 @@ def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
 def test_bad_values_of_gated_delta_nets_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_architecture(tiny.config("qwen3_5", **changes))
+
+
+def test_a_config_without_its_nested_one_is_refused() -> None:
     with pytest.raises(ValueError, match="no text_config, which a qwen3_5 config needs"):
         read_architecture({"model_type": "qwen3_5"})
 

@@ -93,15 +93,19 @@ def test_every_expert_is_counted_on_the_ranks_that_hold_it(tensor, pipeline, exp
     assert size.expert_parameters() * expert * pipeline == 4 * 32 * one_expert
 
 
+def cut_model(family: str, expert: int) -> tuple[Architecture, ParallelConfig]:
+    """A model of eight layers and its layout on eight ranks, each with two pieces of a stage."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    return layers_of(family, layers=8, **experts), ParallelConfig(
+        tensor=2, sequence=True, pipeline=2, virtual_pipeline=2, expert=expert
+    )
+
+
 @pytest.mark.parametrize(
     ("family", "expert"), [("qwen2", 1), ("qwen3_moe", 2), ("qwen3_5_text", 1)]
 )
 def test_matrices_in_fp8_are_those_that_the_built_model_rounds(family, expert):
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    architecture = layers_of(family, layers=8, **experts)
-    parallel = ParallelConfig(
-        tensor=2, sequence=True, pipeline=2, virtual_pipeline=2, expert=expert
-    )
+    architecture, parallel = cut_model(family, expert)
     size = ModelSize(architecture, layout_of(parallel, 8))
     fp8 = Fp8("teacher", "tensorwise")
     for rank in (0, 7):
@@ -114,11 +118,7 @@ def test_matrices_in_fp8_are_those_that_the_built_model_rounds(family, expert):
 
 @pytest.mark.parametrize(("family", "expert"), [("qwen2", 1), ("qwen3_moe", 2)])
 def test_low_rank_factors_are_those_of_the_built_model(family, expert):
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    architecture = layers_of(family, layers=8, **experts)
-    parallel = ParallelConfig(
-        tensor=2, sequence=True, pipeline=2, virtual_pipeline=2, expert=expert
-    )
+    architecture, parallel = cut_model(family, expert)
     size = ModelSize(architecture, layout_of(parallel, 8))
     with built(architecture, parallel, 8, 7) as chunks:
         adapt(chunks, rank=6, alpha=1.0, expert_rank=3)

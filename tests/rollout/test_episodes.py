@@ -14,12 +14,11 @@ SAMPLING = Sampling(max_new_tokens=4)
 WINDOW = 12
 
 
-def drawn(episode: Episode, *ids: int, reason="stop", version=2, routed=True) -> Episode:
-    """The experts of the whole context, each the token that it read, as an engine reports them."""
+def drawn(episode: Episode, *ids: int, reason="stop", version=2) -> Episode:
+    """With experts of the whole context, as an engine reports them; an expert is the token read."""
     experts = np.append(episode.context, ids)[:-1, None, None].astype(np.int16)
     logprobs, tokens = np.full(len(ids), -0.5, np.float32), np.array(ids, np.int32)
     text = f"{reason} {ids}"
-    experts = experts if routed else None
     return episode.with_tokens(tokens, logprobs, reason, version, text=text, routed_experts=experts)
 
 

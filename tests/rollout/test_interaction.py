@@ -16,7 +16,7 @@ from stable_opd_mcore.records import FinishReason, Prompt, Sampling
 from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.interaction import Interaction
 from tests.data.real_tokenizers import QWEN3, QWEN25, R1, THINKING, real_tokenizer
-from tests.data.test_messages import CALL, FOUR, THOUGHT, TOOL, TWO, golden_prompt, said_of
+from tests.data.test_messages import ASK, CALL, FOUR, THOUGHT, TOOL, TWO, golden_prompt, said_of
 
 FILE = """
 def episode(row, seed):
@@ -28,7 +28,6 @@ def episode(row, seed):
         said = yield row["then"]
     return number / 4
 """
-ASK = {"role": "user", "content": "1+1?"}
 TRAINING = Sampling(max_new_tokens=4, training_step=0)
 HELD_OUT = replace(TRAINING, training_step=None)
 

@@ -86,9 +86,8 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch):
     assert [row["step"] for row in rows] == list(range(11))
     assert "eval/accuracy" in rows[0]
     written = {key for row in read_metrics(RunDirectory(run).metrics) for key in row}
-    others = ("engine/", "moe/")  # rollout servers, experts
+    others = ("engine/", "moe/", "environment/")  # rollout servers, experts, environments
     others += ("perf/staleness_",)  # rollouts that lag
-    others += ("environment/",)
     of_episodes = re.compile("_turn_|/turns_|/episode_|/repeated_turn")
     unwritten = {
         key
