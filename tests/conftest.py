@@ -27,7 +27,7 @@ def world():
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: collections pass it over."""
+    """Imported objects stay, so collections skip them."""
     gc.freeze()
     gc.enable()
 

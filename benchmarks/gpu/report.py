@@ -16,7 +16,7 @@ _COLUMNS = ("part", "", "value", "limit", "note")
 
 
 def write_results(results: Sequence[PartResult], folder: Path, device: str) -> None:
-    """Replace both files. Called after every part, so that a suite that is interrupted has them."""
+    """Replace both files. Called after every part, so that an interrupted suite leaves them too."""
     values = {"date": str(date.today()), "device": device, "parts": [asdict(r) for r in results]}
     (folder / JSON_FILE).write_text(json.dumps(values, indent=1) + "\n")
     (folder / MARKDOWN_FILE).write_text(markdown(results, device))

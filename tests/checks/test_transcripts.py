@@ -1,4 +1,4 @@
-"""What a teacher reads between two turns, and an example of several turns for people."""
+"""Checks of the text that a teacher reads between two turns, and the transcript they show."""
 
 import json
 
@@ -45,13 +45,13 @@ def failing(row, seed):
 OFF_POLICY = {"objective": {"name": "gkd", "on_policy_fraction": 0.5}}
 
 
-def config_of(tmp_path, golden="all", role="tool", prompt=None, **models):
+def config_of(tmp_path, golden="all", role="tool", prompt=None, sections=OFF_POLICY, **models):
     rows = tmp_path / "rows.jsonl"
     turns = [{**turn, "role": role} if turn["role"] == "tool" else turn for turn in TURNS]
     row = {"messages": turns, "hint": "2"}
     rows.write_text("".join(json.dumps({**row, "id": str(n)}) + "\n" for n in range(8)))
     columns = {"messages": "messages", "answer": None, "golden": golden}
-    sections = OFF_POLICY | models.pop("sections", {})
+    sections = dict(sections)
     for name in ("student", "teacher"):
         path = write_model(tmp_path / name, template=models.get(name, TEMPLATE))
         sections[name] = {"path": path, "architecture": None}

@@ -1,4 +1,4 @@
-"""Settings of environments: what is refused, the turns of a step, a run's or a source's."""
+"""Settings of environments: refusals, growing horizons, and sources with one of their own."""
 
 import json
 from pathlib import Path

@@ -88,7 +88,7 @@ def test_directory_as_config_file_is_refused(tmp_path):
 
 
 def test_settings_load_and_plans_are_made_without_torch():
-    """Importing it takes seconds, and a batch script plans before every attempt."""
+    """Importing torch takes seconds, and a batch script plans before every attempt."""
     code = (
         "import sys; from stable_opd_mcore.config.load import load_config;"
         "from stable_opd_mcore.planning.plan import Cluster, make_plan;"

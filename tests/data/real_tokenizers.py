@@ -1,7 +1,7 @@
 """Five published chat templates, with a tokenizer each.
 
-The templates of Qwen2.5-Instruct and Qwen3 stand on Qwen2.5-Math's tokenizer, whose ids they share,
-with Qwen3's tokens that it lacks.
+Qwen2.5-Instruct and Qwen3 have the ids of Qwen2.5-Math's tokenizer, so it is read for them, too;
+tokens of Qwen3 that it lacks are added.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What stands between two turns: five published templates, foreign text, and refusals."""
+"""The text between two turns: of five published templates, around foreign text, and refused."""
 
 import random
 import unicodedata
@@ -156,7 +156,8 @@ def test_foreign_text_never_ends_its_message(name, kwargs, role, written):
         assert control_ids(tokenizer, observed.token_ids) == expected
         assert observed.num_neutralised >= sum(map(text.count, names))
         assert bool(observed.num_neutralised) is bool(tokenizer.control_token_in(text))
-        joined = tokenizer.encode(before + observed.text)  # encoded alone as in its context
+        # Encoded together with the text before it, it has the same tokens.
+        joined = tokenizer.encode(before + observed.text)
         assert joined == [*tokenizer.encode(before), *observed.token_ids]
         read = "".join(tokenizer.pieces(observed.token_ids))
         assert read == unicodedata.normalize("NFC", observed.text)
@@ -254,16 +255,8 @@ def test_tool_calls_that_a_template_drops_are_refused():
 def test_long_observations_lose_their_middle(name):
     tokenizer, generator = real_tokenizer(name), random.Random(name)
     bridge = Bridge(tokenizer)
-    pieces = [
-        *control_tokens(tokenizer).values(),
-        "<|im_",
-        "end|>",
-        "\U0001f389",
-        "\u00e9",
-        " ",
-        "\n",
-    ]
-    pieces += ["It is", "7", "door", "\u5b57"]
+    pieces = [*control_tokens(tokenizer).values(), "<|im_", "end|>", "\U0001f389", "\u00e9"]
+    pieces += [" ", "\n", "It is", "7", "door", "\u5b57"]
     for _ in range(150):
         texts = ["".join(generator.choices(pieces, k=generator.randrange(90))) for _ in range(3)]
         messages, _ = bridge.neutralised([{"role": "user", "content": text} for text in texts])

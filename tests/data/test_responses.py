@@ -165,11 +165,9 @@ def test_quantiles_are_those_of_numpy():
 
 
 def episode(*turns: Turn, finish="stop", **fields) -> Rollout:
-    """Its turns say the number 7 only."""
-    ids, prompt = (
-        (7,) * sum(turn.num_tokens for turn in turns),
-        Prompt("p", "", (1,), environment=""),
-    )
+    """Every token is 7."""
+    ids = (7,) * sum(turn.num_tokens for turn in turns)
+    prompt = Prompt("p", "", (1,), environment="")
     return replace(rollout(ids, finish, **fields), turns=turns, prompt=prompt)
 
 
@@ -198,7 +196,7 @@ def test_each_turn_is_a_response_and_the_reward_is_the_episodes():
         "loop_rate": 0.25,
         "loop_rate_truncated": 0.5,
         "loop_onset_mean": 0.0,
-        # A quarter of the budget of 32 tokens is a turn, which the second one fills.
+        # A turn is a quarter of the budget of 32 tokens; the second one fills its quarter.
         "loop_token_share_q1": 0.0,
         "loop_token_share_q2": 1.0,
         "loop_token_share_q3": 0.0,
@@ -225,7 +223,7 @@ def test_rollouts_of_sources_without_an_environment_have_no_part_in_the_numbers_
     assert values["rollout/response_length_mean"] == 24 / 5
     assert values["rollout/turns_mean"] == 2.0
     assert values["rollout/response_length_mean_turn_1"] == 3.0
-    # its own budget is 8 tokens, of which each quarter has two
+    # Its own budget is 8 tokens, so a quarter has two.
     shares = [values[f"rollout/loop_token_share_q{n}"] for n in (1, 2, 3, 4)]
     assert shares == [2 / 8, 10 / 10, 2 / 4, 1.0]
 

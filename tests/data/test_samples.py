@@ -104,7 +104,7 @@ TURNS = (
 
 
 def test_a_sample_has_the_turns_of_one_context():
-    """What is observed is read by later turns; a turn that restarts begins another sample."""
+    """Later turns read what was observed; a turn that restarts begins another sample."""
     ids, numbers = (5, 4, 9, 5, 9, 1, 2, 3, 9, 9), np.arange(10)
     scores = SequenceScores(-numbers, *np.zeros((2, 10, 0)), np.zeros((10, 0)))
     experts = np.arange(9 - 1 + 9 - 1)[:, None, None]
@@ -139,7 +139,7 @@ def test_a_loop_ends_with_its_turn():
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
 def test_restarts_change_no_weight(world, aggregation, seed):
-    """Random episodes, some of them cut, masked whole or without a token."""
+    """Random episodes; some are truncated, masked as a whole, or have no token."""
     rng = np.random.default_rng(seed)
     episodes: list[list[Rollout]] = [[], []]
     for number in range(12):

@@ -74,7 +74,7 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = 300.0) 
 class Process:
     """A command that writes into a file; ended when the `with` block ends.
 
-    `stable-opd` runs in a process that is forked with the trainer's imports, which take seconds.
+    `stable-opd` runs in a fork of a process that has the trainer's imports, which take seconds.
     """
 
     def __init__(self, command: list[str], output: Path, **variables: str) -> None:

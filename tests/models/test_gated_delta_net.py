@@ -20,7 +20,7 @@ from tests.models import tiny
 
 
 def token_by_token(q, k, v, decay, beta, state) -> tuple[Tensor, Tensor]:
-    """The recurrence as it is written in the module's docstring, in fp64."""
+    """The recurrence of the module's docstring, in fp64."""
     q, k, v, decay, beta, state = (x.double() for x in (q, k, v, decay, beta, state))
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     outputs = []

@@ -56,7 +56,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> None
 def _enter(
     rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    gc.freeze()  # what was imported stays: collections pass it over
+    gc.freeze()  # imported objects stay, so collections skip them
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group(
@@ -74,12 +74,12 @@ def _enter(
 
 def start_process(function: Callable[..., Any], *args: Any) -> BaseProcess:
     """Call `function(*args)` in a process of its own that has no group, as a command has none."""
-    process = imported().Process(target=function, args=args)
+    process = preloaded_context().Process(target=function, args=args)
     process.start()
     return process
 
 
-def imported() -> forkserver.context.ForkServerContext:
-    """Multiprocessing, whose processes have imported PRELOADED when they start."""
+def preloaded_context() -> forkserver.context.ForkServerContext:
+    """A context of multiprocessing whose processes start with PRELOADED imported."""
     forkserver.set_forkserver_preload(PRELOADED)
     return forkserver.get_context("forkserver")

@@ -48,7 +48,7 @@ OBJECTIVES = {
     "own": {"name": f"{MARGIN}:pairwise_margin", "top_k": 6},
     "lsm, served": {"name": "lsm", "top_k": 6},
 }
-# On one rank only.
+# Compared on one rank only.
 OF_TRANSCRIPTS = {
     "opd": {"name": "opd"},
     "own": OBJECTIVES["own"],

@@ -79,7 +79,7 @@ def test_logprobs_are_the_full_softmax_at_the_temperature(engine, transformer, t
 
 
 def test_states_of_delta_nets_are_those_of_the_full_forward(tmp_path, world):
-    """Rows of different lengths, repeated for their samples, of which some leave early."""
+    """Prompts of different lengths, a row for each sample; some rows end early."""
     path = save_tiny(tmp_path / "model", "qwen3_5_text")
     sampling = Sampling(max_new_tokens=70, num_samples=3, stop_token_ids=(4, 9))
     rollouts = build_engine(path, world).generate(make_prompts(5), sampling, step=2)
@@ -150,13 +150,13 @@ def test_whole_responses_are_handed_out_only_to_their_step(tiny_path, world):
     assert engine.generate(prompts, sampling, step=4) == fresh.generate(prompts, sampling, step=4)
 
 
-TOLD = make_prompts(6, environment="")
+TALK_PROMPTS = make_prompts(6, environment="")  # for which Talk is the environment
 TALK = Sampling(0.8, max_new_tokens=9, num_samples=3, stop_token_ids=(4, 9), seed=2)
 
 
 @pytest.fixture(scope="module")
 def episodes(tiny_path, world) -> list[Rollout]:
-    return build_engine(tiny_path, world, interaction=Talk()).generate(TOLD, TALK, step=1)
+    return build_engine(tiny_path, world, interaction=Talk()).generate(TALK_PROMPTS, TALK, step=1)
 
 
 def test_every_turn_reads_its_context(episodes, transformer):
@@ -178,13 +178,13 @@ def test_turns_do_not_depend_on_the_other_rows_or_on_pieces(episodes, tiny_path,
     """Rows of a batch have contexts of different lengths and different numbers of tokens left."""
     ahead = {"max_staleness": 2, "partial": True, "max_rows": 5}
     cut = build_engine(tiny_path, world, interaction=Talk(), **ahead)
-    pieces = sample_in_pieces(cut, TOLD, TALK, step=1)
+    pieces = sample_in_pieces(cut, TALK_PROMPTS, TALK, step=1)
     assert max(len(one.segments) for one in pieces) == 3
     cut.publish(3)
-    cut.prefetch(TOLD, TALK, step=1, weight_version=5)
+    cut.prefetch(TALK_PROMPTS, TALK, step=1, weight_version=5)
     cut.drop_ahead()
     cut.publish(5)
-    again = cut.generate(TOLD, TALK, step=1)
+    again = cut.generate(TALK_PROMPTS, TALK, step=1)
     assert {one.segments[0].weight_version for one in again} == {5}
     for one, expected in zip([*pieces, *again], [*episodes, *episodes], strict=True):
         np.testing.assert_allclose(one.rollout_logprobs, expected.rollout_logprobs, atol=1e-5)
@@ -200,7 +200,7 @@ def test_episodes_come_back_from_a_file(episodes, tmp_path):
 def test_a_greedy_turn_is_the_greedy_response_to_its_context(engine, tiny_path, world):
     greedy = replace(TALK, temperature=0)
     talking = build_engine(tiny_path, world, interaction=Talk())
-    for one in talking.generate(TOLD[:2], greedy, step=0):
+    for one in talking.generate(TALK_PROMPTS[:2], greedy, step=0):
         for sample in rollout_samples([one]):
             starts = sample.places[np.diff(sample.places, prepend=-1) > 1]
             contexts = [tuple(sample.token_ids[:start].tolist()) for start in starts]
@@ -245,7 +245,7 @@ def test_the_trainer_agrees_with_the_rollouts(tiny_path, world, precision, large
     load_hf(chunks, tiny_path)
     engine = EmbeddedEngine(chunks, world, decode, vocab_size=VOCAB, interaction=Talk())
     sampling = Sampling(0.8, max_new_tokens=25, num_samples=3, stop_token_ids=(4,))
-    samples = rollout_samples(engine.generate(TOLD[:5], sampling, step=0))
+    samples = rollout_samples(engine.generate(TALK_PROMPTS[:5], sampling, step=0))
     batches = pack(samples, weights_of(samples, 1, 1, 1), max_tokens=200)
     trainer = MegatronScorer(chunks, world, vocab_size=VOCAB, temperature=0.8)
     for batch, scores in zip(batches, trainer.score(batches), strict=True):

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.rollout.sglang.checksums import ExpectedChecksums
-from tests.parallel.launch import imported
+from tests.parallel.launch import preloaded_context
 from tests.serving.http_server import Request, http_server
 
 _LOADING_SECONDS = 0.03  # packing a bucket of these tests takes a hundredth of it
@@ -50,7 +50,7 @@ def receiver(
             "leaves slowly": half a second for leaving a group; or
             "dies": killed with the handles of a bucket open, before its reply.
     """
-    context = imported()
+    context = preloaded_context()
     ours, theirs = context.Pipe()
     arguments = (theirs, fields, tuple(loses), fault, device)
     process = context.Process(target=_serve, args=arguments, daemon=True)
