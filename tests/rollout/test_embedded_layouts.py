@@ -26,6 +26,8 @@ from tests.rollout.tiny import (
     save_tiny,
 )
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "dp4": {},
     "tp2_sp": {"tensor": 2, "sequence": True},

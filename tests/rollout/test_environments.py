@@ -18,6 +18,8 @@ from stable_opd_mcore.rollout import environments
 from stable_opd_mcore.rollout.environments import Step
 from tests.processes import wait_until_ended
 
+pytestmark = pytest.mark.slow
+
 FILE = """
 import os, signal, time
 from pathlib import Path

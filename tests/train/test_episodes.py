@@ -24,6 +24,8 @@ from tests.train.runs import (
     tiny_config,
 )
 
+pytestmark = pytest.mark.slow
+
 STEPS, KILLED_AT = 5, 3
 GAME = '''
 def episode(row, seed):
