@@ -35,7 +35,7 @@ def _scored_roles(inputs: RunInputs) -> set[str]:
     yield is not known: its messages are mostly the user's."""
     roles = {"user"} if inputs.config.has_environment else set[str]()
     scores_golden = inputs.config.objective.on_policy_fraction < 1
-    return roles | inputs.prompts.roles_between if scores_golden else roles
+    return roles | inputs.prompts.roles_between() if scores_golden else roles
 
 
 def failing_environments(inputs: RunInputs) -> Iterator[Finding]:

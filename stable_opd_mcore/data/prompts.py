@@ -127,10 +127,8 @@ class PromptSet:
                     "template or drop the row"
                 )
             num_golden = sum(map(len, goldens[index]))
-            problem = self._length_problem(len(prompts[index]), num_golden, window)
-            if problem is None and teacher is not None and teacher.window is not None:
-                lengths = len(own[index]), num_golden, teacher.window
-                problem = self._length_problem(*lengths, "teacher's ")
+            of_teacher = len(own[index]) if own else 0
+            problem = self._length_problem(len(prompts[index]), num_golden, of_teacher)
             if problem is None:
                 kept.append(index)
             elif config.overlong == "error":
@@ -150,9 +148,6 @@ class PromptSet:
         self._prompts = [np.array(prompts[index], np.int32) for index in kept]
         self._goldens = [np.array([*chain(*goldens[index])], np.int32) for index in kept]
         self._golden_turns = [tuple(map(len, goldens[index])) for index in kept]
-        # Roles of the messages between two golden turns.
-        between = {turn["role"] for index in kept for turn in rows[index].golden_turns}
-        self.roles_between = frozenset(between) - {"assistant"}
         self._teacher_prompts = [np.array(own[index], np.int32) for index in kept if own]
 
     def __len__(self) -> int:
@@ -208,12 +203,22 @@ class PromptSet:
         index = next(theirs, None)
         return None if index is None else self[index]
 
+    def roles_between(self) -> set[str]:
+        """Roles of the messages between two golden turns of any row."""
+        return {turn["role"] for row in self._rows for turn in row.golden_turns} - {"assistant"}
+
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts of these rows, in this order."""
         return [self[index] for index in indices]
 
-    def _length_problem(self, prompt: int, golden: int, window: int, whose: str = "") -> str | None:
-        """What is wrong with these numbers of tokens."""
+    def _length_problem(self, prompt: int, golden: int, of_teacher: int) -> str | None:
+        """What is wrong with these numbers of tokens; `of_teacher`: of the teacher's prompt."""
+        problem = self._window_problem(prompt, golden, self.window)
+        if problem is None and self.teacher is not None and self.teacher.window is not None:
+            return self._window_problem(of_teacher, golden, self.teacher.window, "teacher's ")
+        return problem
+
+    def _window_problem(self, prompt: int, golden: int, window: int, whose: str = "") -> str | None:
         model = whose or "model's "
         if prompt + self._max_new_tokens > window:
             return (
