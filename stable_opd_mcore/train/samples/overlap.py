@@ -43,7 +43,7 @@ def overlap_metrics(
 ) -> Metrics:
     """`overlap/*` and `stop/*` of this rank's rows; empty off the last pipeline stage."""
     batches = [batch for batch in batches if batch.is_scored]
-    is_last = [_last_positions(batch, samples) for batch in batches]
+    is_last = _last_positions(batches, samples)
     student = _stop_scores(pair.student, batches, is_last, samples)
     teacher = _stop_scores(pair.teacher, batches, is_last, samples)
     if not student:
@@ -55,18 +55,23 @@ def overlap_metrics(
     return Metrics({key: Mean(*pair) for key, pair in zip(compared[0], sums.tolist(), strict=True)})
 
 
-def _last_positions(batch: MicroBatch, samples: Sequence[Sample]) -> Tensor:
-    """bool [N]: the row predicts the last token of a turn of a rollout.
+def _last_positions(batches: Sequence[MicroBatch], samples: Sequence[Sample]) -> list[Tensor]:
+    """bool [N] of each batch: the row predicts the last token of a turn of a rollout.
 
     Masked tokens too: a mask of stop tokens would leave only truncated responses.
     """
+    if not batches:
+        return []
     ends = [np.empty(0, np.bool_), *(sample.ends_turn for sample in samples)]
     first_B = np.cumsum([len(each) for each in ends])[:-1]
     ends_turn, first_B = (
-        torch.from_numpy(values).to(batch.golden_N.device)  # pyright: ignore[reportUnknownMemberType]
+        torch.from_numpy(values).to(batches[0].golden_N.device)  # pyright: ignore[reportUnknownMemberType]
         for values in (np.concatenate(ends), first_B)
     )
-    return ends_turn[first_B[batch.sample_index_N] + batch.token_index_N] & ~batch.golden_N
+    return [
+        ends_turn[first_B[batch.sample_index_N] + batch.token_index_N] & ~batch.golden_N
+        for batch in batches
+    ]
 
 
 def _stop_scores(
