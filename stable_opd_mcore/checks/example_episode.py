@@ -2,7 +2,7 @@
 
     episode, reason = begin_episode(prompt, settings, tokenizer, system_prompt, window)
 
-It runs the user's function in a process, as training does.
+It runs the user's function in a process of its own, as training does.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.interaction import Interaction
 
-_TURNS = 2  # the last one has no token: it shows what stands before it
+_TURNS = 2  # the second has no tokens; it shows what the student reads before it
 
 
 def begin_episode(
@@ -24,11 +24,11 @@ def begin_episode(
     system_prompt: str | None,
     window: int,
 ) -> tuple[Rollout, str | None]:
-    """The beginning of the prompt's episode, and why its environment failed; None: it did not.
+    """The beginning of the prompt's episode, and why its environment failed; None if it did not.
 
     Raises:
         UserError: the user's file fails as it is imported, or the chat template cannot put there
-            what the environment yields.
+            what an environment yields.
     """
     settings = settings.model_copy(update={"workers": 1})
     environments = {str(prompt.environment): settings}

@@ -204,7 +204,7 @@ class RunInputs:
 
     @once
     def example_episodes(self) -> list[tuple[Rollout, str | None]]:
-        """The beginning of an episode in each environment; see `begin_episode`."""
+        """For each environment what `begin_episode` returns; none in a run without rollouts."""
         if not self.objective.needs_rollouts:
             return []
         window, system_prompt = self.architecture.max_positions, self.config.data.system_prompt
@@ -216,8 +216,9 @@ class RunInputs:
 
     @property
     def transcript(self) -> Sequence[Sample]:
-        """The contexts of an example episode, or the first golden solution of several turns; none
-        without one, or where `train` refuses the rows or the environment."""
+        """An example of several turns: the contexts of an episode, or else the first golden
+        solution with several turns. None without one, or if `train` refuses rows or environment.
+        """
         try:
             for episode, failure in self.example_episodes:
                 if failure is None:

@@ -31,8 +31,8 @@ def different_bridges(inputs: RunInputs) -> Iterator[Finding]:
 
 
 def _scored_roles(inputs: RunInputs) -> set[str]:
-    """The roles of the messages between turns that the teacher scores. What an environment will
-    yield is not known: its messages are mostly the user's."""
+    """The roles of the messages between turns that the teacher scores. What an environment yields
+    is not known here; most yield messages of the user."""
     roles = {"user"} if inputs.config.has_environment else set[str]()
     scores_golden = inputs.config.objective.on_policy_fraction < 1
     return roles | inputs.prompts.roles_between() if scores_golden else roles
@@ -47,8 +47,8 @@ def failing_environments(inputs: RunInputs) -> Iterator[Finding]:
 
 
 def shown_transcript(model: ModelFiles, samples: Sequence[Sample]) -> str:
-    """The contexts of a conversation as this model reads them: of each its prompt, and the pieces
-    after it, sampled or observed.
+    """The contexts of a conversation as this model reads them: the prompt of each, and the sampled
+    and observed pieces after it.
 
     A prompt of the teacher's own is shown for the teacher.
     """

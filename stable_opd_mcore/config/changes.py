@@ -44,7 +44,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
     """Key -> (old value, new value) of every setting that differs and is not FREE.
 
-    A setting that is not in `old`, because its run began before there was one, has its default.
+    A setting that `old` lacks, because it is newer than the run, counts as its default.
     train.steps is free while the learning rate does not depend on it (optimizer.schedule=constant),
     and the guard while it only watches.
     """
@@ -70,9 +70,9 @@ def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def _with_defaults(old: Any, new: Any) -> Any:
-    """The old values, with the default of each setting that a section of `new` has and they lack.
+    """The old values, with the default of each setting that they lack and a section of `new` has.
 
-    Lists of sections of another length differ as a whole, so they stay as they are.
+    A list of sections is left as it is if its length differs: then all of it is a change.
     """
     if isinstance(old, list) and isinstance(new, list | tuple):
         entries, sections = cast("list[Any]", old), cast("Sequence[Any]", new)

@@ -43,8 +43,7 @@ class ColumnsConfig(Section):
     messages: str | None = None
     """A conversation in OpenAI's form, in place of `problem`: docs/data.md. `null`: none."""
     golden: Literal["last", "all"] = "last"
-    """No column: the turns of `messages` that are golden, the assistant's last one or all of
-    them."""
+    """Not a column: which of the assistant's turns in `messages` are golden, the last or all."""
 
     @model_validator(mode="after")
     def _has_turns(self) -> Self:

@@ -1,4 +1,4 @@
-"""Settings of the environment that episodes of several turns are played in. Loads without torch."""
+"""Settings of an environment, which plays episodes of several turns. Loads without torch."""
 
 from typing import Literal, Self
 
@@ -52,7 +52,7 @@ class EnvironmentConfig(Section):
         return read_user_function(self.function, ("row", "seed"))
 
     def require_one_context(self, key: str) -> None:
-        """Raise a ValueError where a template may split the episodes that the setting `key` has."""
+        """Raise a ValueError if episodes may have several contexts, with which `key` is wrong."""
         if self.history == "template":
             raise ValueError(
                 f"environment.history=template with {key}: where the chat template rewrites "

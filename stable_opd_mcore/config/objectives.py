@@ -1,4 +1,6 @@
-"""Settings of the loss: the objective, its advantages and masks, and the terms beside it."""
+"""Settings of the loss: the policy term, its advantages and token masks, and the two terms that may
+be added to it, the KL to the reference and the golden solutions.
+"""
 
 from __future__ import annotations
 

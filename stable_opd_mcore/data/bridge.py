@@ -1,10 +1,11 @@
 """What stands between two turns of the student, as the chat template writes it.
 
-What the student sampled is never decoded and encoded again. The text that follows it is cut from a
-rendering of new messages after a turn whose text is a mark, and is encoded alone: an added token
-begins it, and there a tokenizer splits anyway. `append` thus keeps all that the student said, also
-where the template's own history would not (R1 and Qwen3 delete thoughts). `render` writes the whole
-history anew, as a server does, and says whether it extends what the student has read and sampled.
+What the student sampled is never decoded and encoded again. The text after it is cut from a
+rendering of the new messages after a turn whose text is a mark. It is encoded on its own, which
+changes no token: it begins with an added token, and a tokenizer always splits there. So `append`
+keeps all that the student said, even what the template would delete from earlier turns (thoughts,
+in R1 and Qwen3). `render` renders the whole history again, as a server does, and says whether the
+result extends what the student has read and sampled.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ _MARK, _NEW = "text-of-the-turn", "text-of-the-new-message"
 _USER: Message = {"role": "user", "content": "1+1?"}
 _SAID: Message = {"role": "assistant", "content": "2"}
 _SYSTEM: Message = {"role": "system", "content": "Add."}
-_BEFORE_MARK = ("", "<think>\n1\n</think>\n\n", "Hm. ")  # templates look into an assistant's text
+_BEFORE_MARK = ("", "<think>\n1\n</think>\n\n", "Hm. ")  # templates parse an assistant's text
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class Observed:
     """What the student reads before its next turn."""
 
     token_ids: tuple[int, ...]
-    text: str  # that was encoded; `append` encodes the end of the turn before, too
+    text: str  # what was encoded; in `append` it begins with the end of the turn before
     num_neutralised: int = 0  # control tokens that foreign text contained
-    restarts: bool = False  # token_ids are a whole context, which does not extend the one before
+    restarts: bool = False  # token_ids are a whole context that does not extend the one before
 
 
 class Bridge:
@@ -59,8 +60,8 @@ class Bridge:
         return Observed(added, text, number)
 
     def render(self, messages: Sequence[Message], context_ids: Sequence[int]) -> Observed:
-        """A whole conversation as the chat template writes it, with the generation prompt: what it
-        adds to `context_ids`, or all of it where it does not begin with them.
+        """A whole conversation as the chat template writes it, with the generation prompt. If it
+        begins with `context_ids`, only what follows them.
         """
         cleaned, number = self.neutralised(messages)
         text = self._tokenizer.render(cleaned, generation_prompt=True)
@@ -70,14 +71,14 @@ class Bridge:
         return Observed(added, text, number, restarts=not extends)
 
     def between(self, role: str) -> str:
-        """All that `append` writes around a message of this role, with "..." as its text."""
+        """What `append` writes for a message of this role whose text is "..."."""
         return self._after_mark([_USER], [{"role": role, "content": "..."}])
 
     def said(self, turn: Message) -> str:
-        """What an assistant says in a turn, its tool calls as the chat template writes them.
+        """An assistant's text, then its tool calls as the chat template writes them.
 
         Raises:
-            DataError: the template does not write them after a text.
+            DataError: the template does not write tool calls after a text.
         """
         text, calls = turn["content"] or "", turn.get("tool_calls")
         if not calls:
@@ -93,7 +94,7 @@ class Bridge:
         return text + written if text else written.lstrip("\n")
 
     def refusal(self, role: str) -> str | None:
-        """Why messages of this role cannot follow a turn of the student; None: they can."""
+        """Why messages of this role cannot follow a turn of the student; None if they can."""
         if role not in self._refusals:
             self._refusals[role] = self._find_refusal(role)
         return self._refusals[role]
@@ -175,7 +176,7 @@ class Bridge:
     def shortened(self, messages: Sequence[Message], max_tokens: int) -> tuple[list[Message], int]:
         """The messages with at most `max_tokens` tokens of text, and the number of those left out.
 
-        The longest ones lose their middle until they are equally long, and a mark says where.
+        The longest ones are cut to equal lengths, and a mark replaces the middle of each.
         """
         ids_of = self._tokenizer.encode_many([message["content"] for message in messages])
         if sum(map(len, ids_of)) <= max_tokens:
@@ -197,10 +198,10 @@ class Bridge:
 
 
 def _equal_limit(lengths: Sequence[int], total: int) -> int:
-    """The length to which the longest ones have to shrink so that all have `total` together."""
+    """The largest length to cut the longest ones to so that all together have at most `total`."""
     for place, length in enumerate(sorted(lengths)):
         share = total // (len(lengths) - place)
         if length > share:
             return share
         total -= length
-    raise AssertionError("they have no more than that already")
+    raise AssertionError("nothing has to be cut")

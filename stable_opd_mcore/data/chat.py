@@ -179,8 +179,10 @@ class Tokenizer:
         return match.group() if match else None
 
     def neutralised(self, text: str) -> tuple[str, int]:
-        """Foreign text with a space inside each control token, and the number of them; for the
-        synthetic tokenizer also with "_" for each character that it lacks."""
+        """Foreign text with a space inside each control token, and how many there were.
+
+        With the synthetic tokenizer, a character that it lacks becomes "_" and is counted too.
+        """
         text = text.encode(errors="replace").decode()  # half a character cannot be encoded
         number = 0
         while token := self.control_token_in(text):
@@ -331,7 +333,7 @@ def _eos_of(path: Path) -> tuple[int, ...]:
     if not path.is_file():
         return ()
     record = read_json_object(path)
-    text = record.get("text_config") or {}  # of a model with other parts
+    text = record.get("text_config") or {}  # where the model has other parts, such as vision
     eos = record.get("eos_token_id", text.get("eos_token_id"))
     ids = eos if isinstance(eos, list) else [eos]
     if not all(token is None or type(token) is int for token in ids):

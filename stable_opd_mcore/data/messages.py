@@ -35,8 +35,8 @@ def parse_messages(
     text: Callable[[Mapping[str, Any], str], str],
     golden: Literal["last", "all"] = "last",
 ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """The turns of the prompt, and the golden ones: the assistant's, with what it answers between
-    them; () where the last turn is not an assistant's.
+    """The turns of the prompt, and those from the first golden turn on: the assistant's and the
+    messages between them; () if the last turn is not an assistant's.
 
     Args:
         where: file, row and column, for errors.

@@ -188,7 +188,7 @@ class PromptSet:
         return list(map(len, self._teacher_prompts))
 
     def golden_lengths(self) -> list[int]:
-        """Tokens of every golden solution, of its longest turn; 0 for a row without one."""
+        """Tokens of every row's longest golden turn; 0 for a row without one."""
         return [max(turns[::2], default=0) for turns in self._golden_turns]
 
     def golden_transcript(self) -> Prompt | None:
@@ -198,7 +198,7 @@ class PromptSet:
         return None if index is None else self[index]
 
     def first_in(self, environment: str) -> Prompt | None:
-        """The first prompt that this environment answers; None without one."""
+        """The first prompt that this environment plays; None without one."""
         theirs = (i for i, row in enumerate(self._rows) if row.environment == environment)
         index = next(theirs, None)
         return None if index is None else self[index]
@@ -247,8 +247,8 @@ def _prompt_text(row: Row, tokenizer: Tokenizer, config: DataConfig, bridge: Bri
         return tokenizer.render_prompt(row.problem, config.prompt_template, system)
     try:
         for message in row.messages:
-            if "tool_calls" in message:  # else a template that ignores them would do so silently
-                bridge.said(message)
+            if "tool_calls" in message:
+                bridge.said(message)  # raises for a template that ignores them
         return tokenizer.render_turns(row.messages, system)
     except DataError as error:  # many templates refuse some orders of turns
         raise DataError(f"{row.row_id}: {error}") from error
@@ -261,8 +261,8 @@ def _encode_golden(
     golden: str,
     bridge: Bridge,
 ) -> list[list[Sequence[int]]]:
-    """The ids of each row's golden turns, every other one observed by the assistant; [] for a row
-    without a golden solution, and for all rows if "none".
+    """The ids of each row's golden turns, and between two of them the ids of what the assistant
+    observes; [] for a row without a golden solution, and for all rows if "none".
     """
     if golden == "none":
         return [[] for _ in rows]
@@ -302,8 +302,8 @@ def _golden_turns(row: Row) -> tuple[Message, ...]:
 def _golden_parts(
     turns: Sequence[Message], prompt_text: str, tokenizer: Tokenizer, bridge: Bridge
 ) -> list[tuple[Sequence[int], str]]:
-    """What the assistant observes before each of its turns, as ids, and its text: what a student
-    would read that sampled these texts.
+    """For each turn of the assistant, the ids of what it observes before it, and its text. A
+    student that sampled these texts would observe the same.
     """
     parts: list[tuple[Sequence[int], str]] = []
     observed: Sequence[int] = ()

@@ -129,8 +129,8 @@ class ResponseTotals:
     """Sums over measured responses. Its size grows with the number of different lengths only."""
 
     def __init__(self, max_length: int | None = None, max_turns: int = 1):
-        """The length budget of a response, and the most responses of any episode. Loops are counted
-        in quarters of the budget of an episode; None: there is no budget."""
+        """The length budget of a response, None if there is none, and the most responses of any
+        episode. Loops are counted in quarters of the budget of an episode."""
         self.max_length, self.max_turns = max_length, max_turns
         self.num_responses = self._longest_episode = 0
         by_turn = [f"{name}_{part}" for name in _BY_TURN for part in turn_parts(max_turns)]
@@ -144,7 +144,7 @@ class ResponseTotals:
         self._add(response, 0, response.finish_reason)
 
     def add_episode(self, rollout: Rollout, limits: CompressionLimits, max_turns: int = 1) -> None:
-        """Count the turns of one more rollout, which could have `max_turns`."""
+        """Count the turns of one more rollout, which might have had `max_turns`."""
         end, last = 0, rollout.turns[-1]
         for number, turn in enumerate(rollout.turns):
             start, end = end, end + turn.num_tokens
@@ -169,7 +169,7 @@ class ResponseTotals:
         ending: FinishReason | None,
         max_turns: int = 1,
     ) -> None:
-        """turn: its number in an episode, which has ended for the reason `ending`."""
+        """turn: its number in its episode; ending: why the episode ended."""
         self.num_responses += 1
         self._lengths[response.length] += 1
         self._failures[response.grading_failure] += 1
@@ -199,7 +199,7 @@ class ResponseTotals:
 
 
 def turn_parts(max_turns: int) -> dict[str, range]:
-    """The ends of metrics' keys, and the turns, from 0, that they are about; none for one turn."""
+    """The ends of metrics' keys, and the turns, from 0, that each covers; none for one turn."""
     if max_turns == 1:
         return {}
     return {part: turns for part, turns in _TURNS.items() if turns.start < max_turns}

@@ -18,8 +18,8 @@ class Row:
     solution: str | None = None  # golden response as text, without its stop token
     answer_format: AnswerFormat = "boxed"
     messages: tuple[Message, ...] = ()  # the prompt's turns; empty: the problem is the one turn
-    # The assistant's turns and what it answers between them, where `solution` cannot hold them;
-    # empty: the solution is the one golden turn
+    # The golden turns and the messages between them, if there are several or one has tool calls;
+    # empty: `solution` is the only golden turn
     golden_turns: tuple[Message, ...] = ()
     # Columns by name, where something reads them: teacher.prompt, a user's reward or environment
     # (all of them)

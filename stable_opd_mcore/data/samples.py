@@ -53,7 +53,10 @@ def context_samples(
     trained: NDArray[np.bool_] | None = None,
     repetitive: NDArray[np.bool_] | None = None,
 ) -> Iterator[Sample]:
-    """One sample per context. The marks [L] are of the rollout's tokens; None: all, and none."""
+    """One sample per context.
+
+    trained, repetitive: [L], of the rollout's tokens; None: all are trained, none is repetitive.
+    """
     prompt, experts, scores = rollout.prompt, rollout.routed_experts, rollout.teacher_scores
     count = len(rollout.token_ids)
     trained = np.ones(count, np.bool_) if trained is None else trained
@@ -138,10 +141,10 @@ def _teacher_tokens(prompt: Prompt) -> NDArray[np.int32] | None:
 def _marks(
     rollout: Rollout, masks: TokenMasksConfig, least: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """[L] each: whether a token is trained, and whether it is in the loop that its turn ends with.
+    """[L] each: whether a token is trained, and whether it is in the loop at the end of its turn.
 
-    A loop has at least `least` tokens. The masks look at each turn on its own, except
-    `truncated_rollouts`, which looks at the episode.
+    A loop has at least `least` tokens. Each mask applies to every turn on its own, except
+    `truncated_rollouts`, which applies to the episode.
     """
     count, end = len(rollout.token_ids), 0
     repetitive, trained = np.zeros(count, np.bool_), np.ones(count, np.bool_)

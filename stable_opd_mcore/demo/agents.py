@@ -1,11 +1,11 @@
-"""The runs of `stable-opd demo --agents`: arithmetic and an environment in turn, half and half.
+"""The runs of `stable-opd demo --agents`: one half is arithmetic, the other an environment's.
 
-The demo's models and settings, with what differs here. The environment is ring.py. Its golden
-transcripts are written by a player who has the facts of the run's arithmetic: all of them, or
-random ones for those that the student lacks.
+Models and settings are those of the demo, with the changes listed here. The environment is ring.py.
+A scripted player writes its golden transcripts, with the facts that the run's arithmetic has: all
+of them, or random ones in place of those that the student lacks.
 
-Only the output head of the teacher has its stop tokens exchanged. It so ends its turns with another
-token, and still reads the chat template's own token at the end of the student's.
+Only the teacher's output head has its stop tokens exchanged. So the teacher ends its turns with
+another token, but still reads the chat template's own token at the end of the student's turns.
 """
 
 import json
@@ -56,7 +56,7 @@ AGENT_TEXTS = Texts(
     "math: accuracy on 256 held-out problems of arithmetic, sampled at temperature 1.\n"
     "ring: success of the rollouts in the environment; turns: the mean number in an episode;\n"
     "cut: share of turns that reach the length budget; KL: nats/token to the teacher in\n"
-    f"the second turn and later ones. Of the ring all numbers are {WINDOW}-step means.",
+    f"the second turn and later ones. All numbers of the ring are {WINDOW}-step means.",
 )
 
 

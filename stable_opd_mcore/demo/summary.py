@@ -63,10 +63,9 @@ def summarise(job: Job) -> ArmSummary:
 
 
 def _ring(job: Job, rows: Sequence[Row]) -> dict[str, float]:
-    """Success, turns, truncated turns and KL by turn of the ring's episodes, 5-step means.
+    """Success, turns, truncated turns and KL in later turns of the ring's episodes, 5-step means.
 
-    There is no KL of first turns, since arithmetic's responses are first turns, too. That of later
-    ones is over the last five steps that have such turns.
+    The KL is over the last five steps that have such turns.
     """
     success = window_means(defined(rows, f"source/{RING}/accuracy"))
     turns: list[float] = []

@@ -85,7 +85,7 @@ def benchmark_result(
 ) -> BenchmarkResult:
     """The result of graded responses, which are read once; the over-long problems come last.
 
-    max_turns: of the environments that play them; see `rollout_metrics`.
+    max_turns: of the episodes of each environment that plays them; see `rollout_metrics`.
     """
     correct: dict[str, int] = {}
 

@@ -21,7 +21,7 @@ from stable_opd_mcore.errors import ConfigError
 
 
 class InvalidValueError(Exception):
-    """The user's code gave something else than what was expected; the text says what."""
+    """The user's code returned or yielded an unexpected value; the text says which."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def read_user_function(named: str, parameters: Sequence[str]) -> UserFunction:
 
 
 def as_reward(value: object) -> float:
-    """A reward that the user's code returned. Raises InvalidValueError if it is none."""
+    """A reward that the user's code returned; an InvalidValueError if the value is none."""
     if isinstance(value, Real) and 0 <= float(value) <= 1:
         return float(value)
     raise InvalidValueError(f"{value!r:.200} is not a number in [0, 1]")

@@ -1,4 +1,4 @@
-"""Processes that work for another one and end when it has ended; some run the user's code."""
+"""Processes that work for another one and end when it ends; some run the user's code."""
 
 import gc
 import logging
@@ -46,11 +46,11 @@ def _wait_and_end() -> None:
 def start_process(
     module: str, variables: Mapping[str, str], leads_group: bool = False
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a process that runs `main(file)` of a module, and return it with the other end of the
-    channel that has this file number. It has one thread for numpy.
+    """Start a process that runs `main(file)` of a module, where `file` is the number of its end of
+    a channel. Return the process and our end. It has one thread for numpy.
 
     Args:
-        variables: its environment variables next to those of this process.
+        variables: its environment variables, in addition to those of this process.
         leads_group: it gets a process group of its own, whose signals end its children too.
     """
     ours, theirs = socket.socketpair()
@@ -67,7 +67,7 @@ def start_process(
 
 
 def set_future(future: Future[Any], result: Any) -> None:
-    """Set the result, or the error that it is, of a future that nobody has cancelled."""
+    """Give a future its result, or raise it there if it is an error; not if it was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     if isinstance(result, BaseException):
@@ -84,7 +84,7 @@ def start_user_code(
     """Import the user's functions in this process, which from then on has `memory_gib` of address
     space and writes nothing.
 
-    What the import prints is seen, and an import of more than a minute ends the process. SIGTERM is
+    The import may still print, and one that takes more than a minute ends the process. SIGTERM is
     ignored: Slurm sends it to every process of a job step, and the trainer still finishes its
     training step.
     """

@@ -57,9 +57,9 @@ def token_metrics(
     rollout tokens in the loss (`pg_weight_N` not 0), without golden and masked tokens. KL to the
     reference is over rows with a KL weight, the share of repetitive tokens over all scored rollout
     tokens. Parts are finished and truncated turns, quarters of the longest episode, `max_turns` of
-    `max_new_tokens` each, and, if there are several, single turns. `max_turns_B` has the most turns
-    of the episode of each sample, where they differ; those with one turn have no part by turn. The
-    rollout gap is to `old_token_logprob_N`, or to the student's log-probability if that is None.
+    `max_new_tokens` each, and, if there are several, single turns. `max_turns_B` is the most turns
+    of each sample's episode, where sources differ; where it is 1, the sample is in no part by turn.
+    The rollout gap is to `old_token_logprob_N`, or to the student's log-probability without one.
 
     `loss/*` are sums, like the loss. The total is the sum of the parts, because Megatron scales the
     loss tensor in place. A mean is None if no micro-batch has its values (no teacher, no

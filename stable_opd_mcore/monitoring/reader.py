@@ -54,7 +54,7 @@ def stored_steps(directory: Path) -> list[int]:
 
 
 def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None) -> dict[str, Any]:
-    """What the list shows of the `index`-th rollout of a step's file; `budget`: of its length.
+    """What the list shows of the `index`-th rollout of a step's file, whose length has a `budget`.
 
     Repetition and compression are those of the last turn.
     """
@@ -109,7 +109,7 @@ def detail(
     values["rollout_logprob"] = [float(f"{rollout.rollout_logprobs[at]:.4g}") for at in kept]
     if left_out:
         turns[:] = [turn for turn in turns if not head < turn["at"] < count - tail]
-    for turn in turns:  # the pieces before it that are kept
+    for turn in turns:  # its place among the kept pieces
         turn["at"] -= left_out if turn["at"] > head else 0
     if repeats:
         values["repetition"] = [float(at >= count - repeats) for at in kept]
@@ -128,7 +128,8 @@ def searched(rollout: Rollout) -> str:
 
 
 def _turns(rollout: Rollout, limits: Limits, has_text: bool) -> list[dict[str, Any]]:
-    """For each turn its first token, what was observed before it, and its text if that is shown."""
+    """For each turn the place of its first token, what was observed before it, and its text if
+    tokens do not show it."""
     limit = max(MIN_TURN_CHARACTERS, limits.characters // len(rollout.turns))
     starts = accumulate((turn.num_tokens for turn in rollout.turns[:-1]), initial=0)
     return [

@@ -179,7 +179,7 @@ class Evaluation:
         """The result of a set's stored responses."""
         problems = self.problems[name]
         own = {prompt.prompt_id: prompt for prompt in problems.prompts}
-        # The prompts of stored responses lack fields.
+        # The prompts of stored responses lack fields, such as their environment.
         rollouts = (
             replace(rollout, prompt=own[rollout.prompt.prompt_id])
             for rollout in self.store(name).rollouts()
@@ -188,7 +188,7 @@ class Evaluation:
         return benchmark_result(rollouts, problems.sampling, problems.over_long, turns)
 
     def _environments(self, name: str) -> dict[str, EnvironmentConfig]:
-        """Those that play the set."""
+        """The environments that play the set, by name."""
         played = {prompt.environment for prompt in self.problems[name].prompts}
         return {k: each for k, each in environments_of(self.config).items() if k in played}
 

@@ -206,7 +206,7 @@ def guarded(
 ) -> tuple[TrainState, Sequence[Action]]:
     """The state with adapted weights and the guard's decision after the step, and its actions.
 
-    While the length budget or the number of turns grows, the guard rests: a short one truncates by
+    While the length budget or the number of turns grows, the guard rests: a low limit truncates by
     design.
     """
     values, every = metrics.values_by_key(), config.checkpoint.every
@@ -219,7 +219,7 @@ def guarded(
 
 
 def _horizon_grows(config: Config, step: int) -> bool:
-    """Whether responses or episodes are shorter after `step` finished steps than later."""
+    """Whether later steps allow longer responses or episodes than the one after `step` steps."""
     environments = map(config.environment_of, config.data.sources)
     return config.sampling.budget(step) < config.sampling.max_new_tokens or any(
         each.turns_at(step) < each.max_turns for each in environments

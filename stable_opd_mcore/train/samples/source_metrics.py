@@ -41,9 +41,10 @@ def groups_of(config: Config, source_B: NDArray[np.int64] | None) -> Groups:
 
 
 def max_turns_of(config: Config, source_B: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-    """The most turns of the episode of each sample; None: of every one `config.max_turns`."""
-    turns = np.array([config.environment_of(each).longest for each in config.data.sources])
-    return None if source_B is None else turns[source_B]
+    """The most turns of each sample's episode; None with one source: `config.max_turns` for all."""
+    if source_B is None:
+        return None
+    return np.array([config.environment_of(each).longest for each in config.data.sources])[source_B]
 
 
 def source_metrics(config: Config, objective: Objective, facts: SampleFacts) -> Metrics:

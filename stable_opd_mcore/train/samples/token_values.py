@@ -73,7 +73,7 @@ class TokenRecorder:
         own_rows = self._own_rows() if world.tensor_rank == 0 else []
         here = self._kept.holder_B == world.data_rank
         own = [] if dist.get_rank(world.model_group) else np.flatnonzero(here).tolist()
-        own_rollouts = dict(zip(own, rollouts, strict=False))  # its first ones
+        own_rollouts = dict(zip(own, rollouts, strict=False))  # the first ones of this rank
         everywhere = gather_on_first_rank((own_rows, own_rollouts))
         if world.rank != 0:
             return []
