@@ -107,10 +107,8 @@ def detail(
     kept = [*range(head), *range(count - tail, count)] if left_out else range(count)
     values = {key: [numbers[at] for at in kept] for key, numbers in tokens.values.items()}
     values["rollout_logprob"] = [float(f"{rollout.rollout_logprobs[at]:.4g}") for at in kept]
-    if left_out:
-        turns[:] = [turn for turn in turns if not head < turn["at"] < count - tail]
-    for turn in turns:  # its place among the kept pieces
-        turn["at"] -= left_out if turn["at"] > head else 0
+    if turns:
+        shown["turns"] = _outside_gap(turns, head, left_out)
     if repeats:
         values["repetition"] = [float(at >= count - repeats) for at in kept]
     return shown | {
@@ -140,6 +138,16 @@ def _turns(rollout: Rollout, limits: Limits, has_text: bool) -> list[dict[str, A
             "text": _cut(turn.text, limit) if has_text else "",
         }
         for turn, start in zip(rollout.turns, starts, strict=True)
+    ]
+
+
+def _outside_gap(turns: Sequence[dict[str, Any]], head: int, left_out: int) -> list[dict[str, Any]]:
+    """The turns with their places among the kept tokens, without those that begin inside the gap of
+    `left_out` tokens after the first `head`."""
+    return [
+        {**turn, "at": turn["at"] - (left_out if turn["at"] > head else 0)}
+        for turn in turns
+        if not head < turn["at"] < head + left_out
     ]
 
 
