@@ -38,7 +38,7 @@ _TURNS = {  # parts of the turns, counted from 0
     "turn_5_8": range(4, 8),
     "turn_9": range(8, sys.maxsize),
 }
-_ONE_TURN: Mapping[str | None, int] = {}
+ONE_TURN: Mapping[str | None, int] = {}  # the most turns by environment, where there is none
 _THINK_END = "</think>"
 _PARTS: dict[FinishReason | None, str] = {"stop": "finished", "length": "truncated"}
 _MEANS = (
@@ -209,7 +209,7 @@ def rollout_metrics(
     rollouts: Iterable[Rollout],
     max_new_tokens: int,
     area: str = "rollout",
-    max_turns: Mapping[str | None, int] = _ONE_TURN,
+    max_turns: Mapping[str | None, int] = ONE_TURN,
 ) -> Metrics:
     """The numbers of this rank's rollouts under `<area>/...`; those of all ranks add up.
 

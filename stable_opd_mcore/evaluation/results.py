@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.data.responses import rollout_metrics
+from stable_opd_mcore.data.responses import ONE_TURN, rollout_metrics
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.estimates import bootstrap_interval, pass_at_k
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 
-_ONE_TURN: Mapping[str | None, int] = {}
 SAMPLES_PER_PART = 1024  # responses that are stored together; an evaluation resumes between parts
 
 
@@ -81,7 +80,7 @@ def benchmark_result(
     rollouts: Iterable[Rollout],
     sampling: Sampling,
     over_long: int = 0,
-    max_turns: Mapping[str | None, int] = _ONE_TURN,
+    max_turns: Mapping[str | None, int] = ONE_TURN,
 ) -> BenchmarkResult:
     """The result of graded responses, which are read once; the over-long problems come last.
 
