@@ -259,24 +259,6 @@ class Sample(_WithArrays):
     teacher_scores: SequenceScores | None = None  # of the N tokens; see Rollout
     slot: int = 0  # see Prompt
 
-    @staticmethod
-    def of_response(
-        kind: SampleKind,
-        prompt_id: str,
-        prompt_token_ids: Sequence[int] | NDArray[np.int32],
-        response_token_ids: Sequence[int] | NDArray[np.int32],
-        trained: NDArray[np.bool_] | None = None,
-        rollout_logprobs: NDArray[np.float32] | None = None,
-        **fields: Any,
-    ) -> Sample:
-        """One response after its prompt, with the record's other fields; trained: None is all."""
-        start, count = len(prompt_token_ids), len(response_token_ids)
-        token_ids = np.append(prompt_token_ids, response_token_ids)
-        trained = np.ones(count, np.bool_) if trained is None else trained
-        places = np.arange(start, start + count, dtype=np.int32)
-        given = (token_ids, places, start, trained, rollout_logprobs)
-        return Sample(kind, prompt_id, *given, **fields)
-
     @property
     def ends_turn(self) -> NDArray[np.bool_]:
         """[N], whether it is the last token of its turn."""

@@ -1,14 +1,33 @@
-"""Facts, weights and shares of hand-made samples, as the ranks of a step have them."""
+"""Hand-made samples, and their facts, weights and shares, as the ranks of a step have them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stable_opd_mcore.data.packing import costs, fill, pack, partition
-from stable_opd_mcore.records import MicroBatch, Sample
+from stable_opd_mcore.records import MicroBatch, Sample, SampleKind
 from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
+
+
+def sample_of(
+    kind: SampleKind,
+    prompt_id: str,
+    prompt_token_ids: Sequence[int] | NDArray[np.int32],
+    response_token_ids: Sequence[int] | NDArray[np.int32],
+    trained: Any = None,
+    rollout_logprobs: Any = None,
+    **fields: Any,
+) -> Sample:
+    """One response after its prompt, with the record's other fields; trained: None is all."""
+    start, count = len(prompt_token_ids), len(response_token_ids)
+    token_ids = np.append(prompt_token_ids, response_token_ids)
+    trained = np.ones(count, np.bool_) if trained is None else trained
+    places = np.arange(start, start + count, dtype=np.int32)
+    given = (token_ids, places, start, trained, rollout_logprobs)
+    return Sample(kind, prompt_id, *given, **fields)
 
 
 def facts_of(samples: Sequence[Sample]) -> SampleFacts:

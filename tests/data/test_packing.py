@@ -18,9 +18,8 @@ from stable_opd_mcore.data.packing import (
     split_by_prompt,
 )
 from stable_opd_mcore.parallel.context import slice_microbatch
-from stable_opd_mcore.records import Sample
 from tests.real_data import real_data
-from tests.shares import facts_of, pack_share, weights_of, with_gaps
+from tests.shares import facts_of, pack_share, sample_of, weights_of, with_gaps
 
 
 def make_samples(count, seed=0, longest=30):
@@ -31,7 +30,7 @@ def make_samples(count, seed=0, longest=30):
         response = tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, longest)))
         n = len(response)
         is_golden = index % 4 == 3
-        sample = Sample.of_response(
+        sample = sample_of(
             kind="golden" if is_golden else "rollout",
             prompt_id=f"p:{index}",
             prompt_token_ids=prompt,
@@ -235,7 +234,7 @@ def test_levelled_micro_batches_hold_the_same_sequences_and_cost_about_the_same(
 def packed(lengths: list[int], **options) -> list[list[int]]:
     """The samples of each micro-batch; a sample has one prompt token."""
     samples = [
-        Sample.of_response("rollout", f"p:{i}", (1,), (2,) * (n - 1), [True] * (n - 1))
+        sample_of("rollout", f"p:{i}", (1,), (2,) * (n - 1), [True] * (n - 1))
         for i, n in enumerate(lengths)
     ]
     zeros = [0.0] * len(samples)

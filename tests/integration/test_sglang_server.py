@@ -50,7 +50,7 @@ from tests.integration.sglang_tools import (
     urls_of,
     wait_until,
 )
-from tests.shares import weights_of
+from tests.shares import sample_of, weights_of
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
 FIELDS = architecture("qwen3", tied=False, head_dim=16)
@@ -314,7 +314,7 @@ def _samples() -> tuple[list[Sample], SampleWeights]:
         ids = torch.randint(3, VOCABULARY, (12 + length,), generator=generator).tolist()
         last = {1: 11, 2: VOCABULARY - 1}.get(index, ids[-1])  # a stop token, the last id there is
         response = (*ids[12:-1], last)
-        samples.append(Sample.of_response("rollout", f"math:{index}", tuple(ids[:12]), response))
+        samples.append(sample_of("rollout", f"math:{index}", tuple(ids[:12]), response))
     return samples, weights_of(samples, 1, 1, 1)
 
 

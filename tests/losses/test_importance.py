@@ -14,7 +14,6 @@ from stable_opd_mcore.losses.token_weights import (
     importance_weights,
     use_rollout_policy,
 )
-from stable_opd_mcore.records import Sample
 from stable_opd_mcore.scoring.token_scores import score
 from tests.losses.cases import (
     Case,
@@ -25,7 +24,7 @@ from tests.losses.cases import (
     run_fused,
     teacher_scores,
 )
-from tests.shares import weights_of
+from tests.shares import sample_of, weights_of
 
 RATIOS = torch.tensor([1.0, 1.5, 4.0, 0.6, 0.1, 2.0, 0.5])  # the last two: at the bounds
 
@@ -48,8 +47,8 @@ def test_importance_weights_of_each_kind(kind, expected):
 
 def batch():
     trained = (True, True, False)
-    rollout = Sample.of_response("rollout", "p:0", (1, 2), (3, 4, 5), trained, (-1.0, -2.0, -0.5))
-    golden = Sample.of_response("golden", "p:0", (1, 2), (6, 7), (True,) * 2, off_policy=True)
+    rollout = sample_of("rollout", "p:0", (1, 2), (3, 4, 5), trained, (-1.0, -2.0, -0.5))
+    golden = sample_of("golden", "p:0", (1, 2), (6, 7), (True,) * 2, off_policy=True)
     samples = [rollout, golden]
     (packed,) = pack(samples, weights_of(samples, pg=(0.5, 0), sft=(0, 1)), max_tokens=64)
     return packed

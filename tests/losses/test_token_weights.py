@@ -12,11 +12,11 @@ from stable_opd_mcore.losses.token_weights import return_to_go
 from stable_opd_mcore.records import Sample
 from stable_opd_mcore.sample_facts import SampleWeights
 from tests.losses.cases import make_config
-from tests.shares import facts_of, weights_of, with_gaps
+from tests.shares import facts_of, sample_of, weights_of, with_gaps
 
 
 def sample(prompt: str, length: int, kind="rollout", masked=(), reward=None, first=3) -> Sample:
-    return Sample.of_response(
+    return sample_of(
         kind=kind,
         prompt_id=prompt,
         prompt_token_ids=(5, 6),

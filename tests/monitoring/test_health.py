@@ -12,14 +12,13 @@ from stable_opd_mcore.monitoring.names import require_known
 from stable_opd_mcore.records import (
     LossOutput,
     MicroBatch,
-    Sample,
     Scores,
 )
-from tests.shares import facts_of
+from tests.shares import facts_of, sample_of
 
 
 def test_masked_tokens_are_those_that_a_mask_takes_from_rollouts_with_the_policy_term():
-    whole = Sample.of_response("rollout", "p", (1,), (2, 3, 4, 5), (True,) * 4)
+    whole = sample_of("rollout", "p", (1,), (2, 3, 4, 5), (True,) * 4)
     half = replace(whole, trained=(True, False, True, False))
     golden = replace(whole, kind="golden")
     # Neither a prompt of gkd that trains on its golden solution nor that solution is masked.

@@ -26,7 +26,7 @@ from stable_opd_mcore.scoring.scorer import with_scores
 from stable_opd_mcore.scoring.served import ServedScorer
 from stable_opd_mcore.train.student import Student
 from tests.parallel.launch import run_ranks
-from tests.shares import pack_share, weights_of, with_gaps
+from tests.shares import pack_share, sample_of, weights_of, with_gaps
 from tests.train.runs import ALONE, tiny_architecture, tiny_config
 
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ def make_samples() -> Given:
     samples = []
     for index, (prompt, response) in enumerate(SIZES):
         tokens = tuple(rng.randrange(VOCAB) for _ in range(prompt + response))
-        sample = Sample.of_response(
+        sample = sample_of(
             kind="rollout",
             prompt_id=f"p:{index}",
             prompt_token_ids=tokens[:prompt],
@@ -131,7 +131,7 @@ def test_a_transcript_has_the_gradient_of_its_turns_after_the_text_before(tmp_pa
     turns = [range(6, 11), range(15, 16), range(27, 40)]
     places = [place for turn in turns for place in turn]
     transcript = Sample("rollout", "p:0", ids, places, 6, (True,) * len(places))
-    parts = [Sample.of_response("rollout", "p:0", ids[: t[0]], ids[t[0] : t.stop]) for t in turns]
+    parts = [sample_of("rollout", "p:0", ids[: t[0]], ids[t[0] : t.stop]) for t in turns]
     world, advantage = start_world(ParallelConfig(), seed=0), 0.7 if name == "grpo" else None
     found, expected = (
         train_once(world, name, tmp_path, (samples, weights_of(samples, 0.3, 0.2, 0, advantage)))

@@ -9,8 +9,8 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.planning.hardware import Cluster
-from stable_opd_mcore.records import MicroBatch, Sample
-from tests.shares import weights_of
+from stable_opd_mcore.records import MicroBatch
+from tests.shares import sample_of, weights_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QWEN_7B = {
@@ -82,6 +82,6 @@ def layers_of(family: str, layers: int = 4, **fields: Any) -> Architecture:
 
 def micro_batch(tokens: int = TOKENS) -> MicroBatch:
     """One sequence."""
-    sample = Sample.of_response("rollout", "p", (0,), (0,) * (tokens - 1))
+    sample = sample_of("rollout", "p", (0,), (0,) * (tokens - 1))
     (batch,) = pack([sample], weights_of([sample]), max_tokens=tokens)
     return batch

@@ -6,9 +6,8 @@ from stable_opd_mcore.data.samples import off_policy_slots
 from stable_opd_mcore.planning.hardware import Cluster
 from stable_opd_mcore.planning.plan import Plan
 from stable_opd_mcore.planning.planned_run import PlannedRun, Work, planned_run
-from stable_opd_mcore.records import Sample
 from tests.planning.cases import NODE, config_7b
-from tests.shares import pack_share, weights_of
+from tests.shares import pack_share, sample_of, weights_of
 
 GAME = "def episode(row, seed):\n    yield None\n    return 1\n"
 GKD = ("objective.name=gkd", "objective.on_policy_fraction=0.5")
@@ -85,7 +84,7 @@ def test_a_rank_has_the_micro_batches_that_packing_makes(tmp_path, settings, exp
     rollouts = [("rollout", prompt) for prompt in range(run.rollouts // 4) for _ in range(4)]
     golden = [("golden", prompt) for prompt in range(run.golden)]
     samples = [
-        Sample.of_response(kind, f"p:{i}", (1,) * 256, (2,) * 768, off_policy=i in off_policy)
+        sample_of(kind, f"p:{i}", (1,) * 256, (2,) * 768, off_policy=i in off_policy)
         for kind, i in rollouts + golden
     ]
     for rank in range(2):

@@ -20,7 +20,7 @@ from stable_opd_mcore.scoring.scorer import Scorer
 from stable_opd_mcore.train.samples.sharing import pack_micro_batches
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
-from tests.shares import weights_of, with_gaps
+from tests.shares import sample_of, weights_of, with_gaps
 from tests.train.runs import tiny_config
 
 TOP_K = 3
@@ -40,7 +40,7 @@ def samples_of() -> list[Sample]:
         return random.integers(0, tiny.VOCAB_SIZE, length)
 
     samples = [
-        Sample.of_response(
+        sample_of(
             kind="golden" if number in (1, 3) else "rollout",
             off_policy=number == 3,
             prompt_id=f"s:{number}",

@@ -9,7 +9,7 @@ from stable_opd_mcore.records import Sample, SequenceScores
 from stable_opd_mcore.scoring.served import ServedScorer, merge_entries
 from stable_opd_mcore.serving.teacher import Wanted
 from tests.losses.definitions import merge_ids
-from tests.shares import weights_of
+from tests.shares import sample_of, weights_of
 
 VOCABULARY, STOPS = 12, (2, 5, 9)
 
@@ -43,7 +43,7 @@ def samples_with(wanted: Wanted) -> tuple[list[Sample], list[torch.Tensor]]:
             top.values.numpy(),
             log_p_LV[:, list(wanted.extra_ids)].numpy(),
         )
-        sample = Sample.of_response(
+        sample = sample_of(
             kind="rollout",
             prompt_id=f"s:{index}",
             prompt_token_ids=(1,) * (index + 1),

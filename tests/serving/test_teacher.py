@@ -13,6 +13,7 @@ from stable_opd_mcore.serving.process import free_port
 from stable_opd_mcore.serving.teacher import ServedTeacher, TeacherLost, Wanted
 from tests.serving.fake_teacher import fake_teacher
 from tests.serving.http_server import http_server
+from tests.shares import sample_of
 
 VOCABULARY = 53
 PROMPT, RESPONSE = (1, 2, 3), (4, 5)
@@ -34,7 +35,7 @@ def ask(teacher: ServedTeacher, number: int = 1, source: str = "s") -> list[Any]
 
 
 def sample(prompt_id: str) -> Sample:
-    return Sample.of_response("rollout", prompt_id, PROMPT, RESPONSE)
+    return sample_of("rollout", prompt_id, PROMPT, RESPONSE)
 
 
 def test_a_request_says_what_the_step_needs_and_comes_back_in_half_precision():

@@ -17,10 +17,10 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
-from stable_opd_mcore.records import MicroBatch, Sample
+from stable_opd_mcore.records import MicroBatch
 from stable_opd_mcore.train.student import Student
 from tests.parallel.launch import run_ranks
-from tests.shares import weights_of
+from tests.shares import sample_of, weights_of
 from tests.train.runs import tiny_architecture
 
 
@@ -52,7 +52,7 @@ def test_the_optimizer_on_one_rank_makes_no_copies():
 
 def golden_microbatches() -> list[MicroBatch]:
     samples = [
-        Sample.of_response("golden", str(i), (1, 2, 3), tuple(range(i, i + 9)), (True,) * 9)
+        sample_of("golden", str(i), (1, 2, 3), tuple(range(i, i + 9)), (True,) * 9)
         for i in range(3)
     ]
     return pack(samples, weights_of(samples, sft=0.1), max_tokens=24)

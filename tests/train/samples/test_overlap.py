@@ -9,17 +9,15 @@ import torch
 
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.metrics import Mean, Metrics
-from stable_opd_mcore.records import MicroBatch, Sample, Scores
+from stable_opd_mcore.records import MicroBatch, Scores
 from stable_opd_mcore.train.samples.overlap import OverlapModel, OverlapPair, overlap_metrics
-from tests.shares import weights_of
+from tests.shares import sample_of, weights_of
 
 STUDENT_STOPS, TEACHER_STOPS = (11, 12), (13,)
 SAMPLES = [
-    Sample.of_response(
-        "rollout", "s:0", (1, 2), (5, 6, 7), (True, False, True), (-1.0, -1.0, -1.0)
-    ),
-    Sample.of_response("golden", "s:0", (1, 2), (8, 11), (True, True)),
-    Sample.of_response("rollout", "s:1", (1, 2), (9, 10), (True, False), (-1.0, -1.0)),
+    sample_of("rollout", "s:0", (1, 2), (5, 6, 7), (True, False, True), (-1.0, -1.0, -1.0)),
+    sample_of("golden", "s:0", (1, 2), (8, 11), (True, True)),
+    sample_of("rollout", "s:1", (1, 2), (9, 10), (True, False), (-1.0, -1.0)),
 ]
 
 

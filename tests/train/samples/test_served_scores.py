@@ -14,7 +14,7 @@ from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.samples import golden_samples, rollout_samples
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.records import Prompt, Rollout, Sample
+from stable_opd_mcore.records import Prompt, Rollout
 from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.serving.process import free_port
 from stable_opd_mcore.serving.requests import Completion, Generation
@@ -27,7 +27,7 @@ from tests.rollout.sglang.abortable_server import talked
 from tests.rollout.sglang.test_sglang_engine import engine_of
 from tests.serving.fake_teacher import fake_teacher
 from tests.serving.test_teacher import served_by
-from tests.shares import with_gaps
+from tests.shares import sample_of, with_gaps
 
 
 class HeldBack:
@@ -117,7 +117,7 @@ def test_each_context_of_an_episode_is_a_request(run, tmp_path, monkeypatch):
         assert Counter(asked) == Counter(tuple(sample.token_ids.tolist()) for sample in samples)
         for sample in samples:
             assert sample.teacher_scores == teacher.ask(sample, step=0).result(30)
-        nothing_sampled = Sample.of_response("rollout", "s:0", (1, 2), ())
+        nothing_sampled = sample_of("rollout", "s:0", (1, 2), ())
         assert not len(teacher.ask(nothing_sampled, step=0).result(30).logprobs_L)
     engine.close()
     teacher.close()

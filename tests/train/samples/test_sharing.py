@@ -13,7 +13,7 @@ from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import Sample
 from stable_opd_mcore.train.samples.sharing import Minibatch, gather_facts, share_out
 from tests.parallel.launch import run_ranks
-from tests.shares import weights_of
+from tests.shares import sample_of, weights_of
 
 FIRST = 20  # slot of the step's first prompt
 
@@ -26,7 +26,7 @@ def samples_of(places: list[int], with_rollouts: bool = True) -> list[Sample]:
         length = int(noise[place].integers(1, 40))
         ids = noise[place].integers(0, 99, length)
         experts = np.full((length + 1, 1, 2), place, np.int16)
-        made = Sample.of_response(
+        made = sample_of(
             kind, f"s:{place}", (place,), ids, ids % 3 > 0, reward=reward, slot=FIRST + place
         )
         if kind == "golden":
@@ -96,7 +96,7 @@ def test_every_sample_reaches_the_ranks_that_train_on_it(tmp_path, world, ranks,
 def share_with_own_prompts(rank: int, world_size: int, directory: Path) -> None:
     """Each rank has two of four equal samples; for the first one the teacher reads 900 tokens."""
     world = start_world(ParallelConfig(), seed=0)
-    sample = Sample.of_response("rollout", "s:0", (1,), (2,), (True,))
+    sample = sample_of("rollout", "s:0", (1,), (2,), (True,))
     of_ranks = [(900, 10), (10, 10)]
     own = [replace(sample, teacher_prompt_token_ids=np.zeros(n)) for n in of_ranks[rank]]
     own = [replace(one, slot=2 * number + rank) for number, one in enumerate(own)]

@@ -10,7 +10,7 @@ from stable_opd_mcore.monitoring.names import require_known
 from stable_opd_mcore.records import Sample
 from stable_opd_mcore.train.samples.source_metrics import groups_of, source_metrics
 from tests.losses.cases import make_config
-from tests.shares import facts_of
+from tests.shares import facts_of, sample_of
 
 SOURCES = [
     {"path": "mine/math.jsonl"},
@@ -23,7 +23,7 @@ TEACHER = {"engine": "sglang", "routes": {"math.jsonl/train": ["http://a"], "t":
 def sample(prompt: str, length: int, kind="rollout", reward=None, truncated=False) -> Sample:
     ids = (3,) * length
     trained = (True,) * length
-    return Sample.of_response(kind, prompt, (5,), ids, trained, reward=reward, truncated=truncated)
+    return sample_of(kind, prompt, (5,), ids, trained, reward=reward, truncated=truncated)
 
 
 def facts():

@@ -21,7 +21,7 @@ from stable_opd_mcore.train.samples.token_values import (
     write_token_values,
 )
 from tests.config.cases import run_with
-from tests.shares import facts_of, weights_of
+from tests.shares import facts_of, sample_of, weights_of
 
 
 def config(save: str = "all") -> Config:
@@ -29,7 +29,7 @@ def config(save: str = "all") -> Config:
 
 
 def sample(length: int, kind: Any = "rollout") -> Sample:
-    return Sample.of_response(kind, "p", (1,), tuple(range(length)), (True,) * length)
+    return sample_of(kind, "p", (1,), tuple(range(length)), (True,) * length)
 
 
 def rollout(length: int) -> Rollout:
