@@ -27,6 +27,7 @@ from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.models.config_fields import decoder_settings, read_fields
 from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.records import Rollout
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
 _OF_THE_RUN = ""  # Prompt.environment where the run's own settings hold, not a source's
@@ -302,3 +303,20 @@ def refuse_routing_without_experts(config: Config, student: Architecture) -> Non
             f"rollout.routing_replay=true: the student ({student.model_type}) has no experts "
             "whose choice could be replayed: set it to false"
         )
+
+
+def refuse_restarts(config: Config, rollouts: Sequence[Rollout]) -> None:
+    """Raise UserError for an episode of several contexts with a setting that assumes one."""
+    for rollout in rollouts:
+        where = f"prompt {rollout.prompt.prompt_id}: its environment begins a new context"
+        if config.objective.discount and any(turn.restarts for turn in rollout.turns[1:]):
+            raise UserError(
+                f"{where}, and objective.discount={config.objective.discount:g} would add up the "
+                "advantages of each context on its own, not of the episode; set "
+                "objective.discount=0, or let the environment only continue the context"
+            )
+        if config.teacher and config.teacher.prompt and any(t.restarts for t in rollout.turns):
+            raise UserError(
+                f"{where}, which does not begin with the prompt that teacher.prompt replaces; "
+                "remove teacher.prompt, or let the environment only continue the context"
+            )

@@ -84,7 +84,7 @@ OF_A_RUN: Checks = {
         sampling.rounded_factors,
         sampling.support,
     ),
-    "environment": (transcripts.failing_environments,),
+    "environment": (transcripts.failing_environments, transcripts.restarts),
     "layout": (
         gpu_fit.layout,
         gpu_fit.memory,
@@ -151,7 +151,7 @@ def check_config(config: Config, place: Place | None, accept_changes: bool = Fal
         findings += _found(OF_A_COLD_START, cold)
     here = installed(on_gpu=place is not None and place.on_gpu)
     findings += _found(OF_THE_SOFTWARE, here)
-    for read in (data_rows.facts, gpu_fit.facts):
+    for read in (data_rows.facts, transcripts.facts, gpu_fit.facts):
         with suppress(UserError):  # a finding says so
             facts += read(inputs)
     return Report(tuple(_distinct(findings)), (*facts, here.line()), prompts, shown)

@@ -1,9 +1,13 @@
-"""The beginning of an episode, with a fixed text in place of the student's turn.
+"""An episode with a fixed text as each turn of the student.
 
-    episode, reason = begin_episode(prompt, settings, tokenizer, system_prompt, window)
+    example = play_episode(prompt, settings, tokenizer, system_prompt, window, max_new_tokens)
+    example.rollout, example.failure, example.roles
 
 It runs the user's function in a process of its own, as training does.
 """
+
+import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,17 +18,43 @@ from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.interaction import Interaction
 
-_TURNS = 2  # the second has no tokens; it shows what the student reads before it
+_SECONDS = 60.0  # after it the student gets no further turn
 
 
-def begin_episode(
+@dataclass(frozen=True)
+class Example:
+    """An episode; "abort" is the finish reason of one that took too long."""
+
+    function: str  # of the environment
+    rollout: Rollout
+    roles: frozenset[str]  # of the messages that continued a context
+    failure: str | None  # why the environment failed; None: it did not
+
+    def line(self) -> str:
+        """How many turns and tokens it had, and what ended it."""
+        rollout = self.rollout
+        ending = {
+            "stop": f"returned {rollout.reward}",
+            "length": "cut by max_turns or the window" if self.failure is None else "failed",
+            "abort": f"cut after {_SECONDS:.0f} s",
+        }
+        turns = [turn for turn in rollout.turns if turn.num_tokens]
+        observed = sum(len(turn.before) for turn in turns)
+        return (
+            f"environment  {self.function}: {len(turns)} turns, {len(rollout.token_ids)} sampled "
+            f"and {observed} observed tokens; {ending[rollout.finish_reason]}"
+        )
+
+
+def play_episode(
     prompt: Prompt,
     settings: EnvironmentConfig,
     tokenizer: Tokenizer,
     system_prompt: str | None,
     window: int,
-) -> tuple[Rollout, str | None]:
-    """The beginning of the prompt's episode, and why its environment failed; None if it did not.
+    max_new_tokens: int,
+) -> Example:
+    """The prompt's episode.
 
     Raises:
         UserError: the user's file fails as it is imported, or the chat template cannot put there
@@ -33,15 +63,23 @@ def begin_episode(
     settings = settings.model_copy(update={"workers": 1})
     environments = {str(prompt.environment): settings}
     interaction = Interaction(environments, tokenizer, tokenizer, system_prompt, window)
-    said = np.array([*tokenizer.encode(EXAMPLE), tokenizer.stop_token_ids[0]], np.int32)
-    no_logprobs, sampling = np.zeros(len(said), np.float32), Sampling()
-    episode = Episode.begin(prompt, 0, 0)
+    whole = np.array([*tokenizer.encode(EXAMPLE), tokenizer.stop_token_ids[0]], np.int32)
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    episode, end = Episode.begin(prompt, 0, 0), time.monotonic() + _SECONDS
     try:
-        while not episode.is_ended and len(episode.turns) < _TURNS:
+        while not episode.is_ended and time.monotonic() < end:
             if episode.is_open:
-                episode = episode.with_tokens(said, no_logprobs, "stop", 0, text=EXAMPLE)
-            episode = episode.after(interaction.observe(episode, sampling, 0).result())
-        interaction.forget([episode], sampling, 0)
+                said = whole[: episode.budget(sampling, window)]
+                reason = "stop" if len(said) == len(whole) else "length"
+                no_logprobs = np.zeros(len(said), np.float32)
+                episode = episode.with_tokens(said, no_logprobs, reason, 0, text=EXAMPLE)
+            else:
+                episode = episode.after(interaction.observe(episode, sampling, 0).result())
     finally:
         interaction.close()
-    return episode.rollout(), interaction.first_failure
+    return Example(
+        str(settings.function),
+        episode.rollout(),
+        frozenset(interaction.roles),
+        interaction.first_failure,
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from stable_opd_mcore.checks.example_episode import begin_episode
+from stable_opd_mcore.checks.example_episode import Example, play_episode
 from stable_opd_mcore.checks.pair import EXAMPLE, ModelFiles, Pair
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
@@ -24,7 +24,7 @@ from stable_opd_mcore.models.config_fields import decoder_settings, read_fields
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.planning.hardware import DEVICES, Cluster
 from stable_opd_mcore.planning.plan import Plan, make_plan
-from stable_opd_mcore.records import Rollout, Sample
+from stable_opd_mcore.records import Sample
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
     environments_of,
@@ -203,13 +203,14 @@ class RunInputs:
             return EXAMPLE
 
     @once
-    def example_episodes(self) -> list[tuple[Rollout, str | None]]:
-        """For each environment what `begin_episode` returns; none in a run without rollouts."""
+    def example_episodes(self) -> list[Example]:
+        """An episode in each environment; none in a run without rollouts."""
         if not self.objective.needs_rollouts:
             return []
         window, system_prompt = self.architecture.max_positions, self.config.data.system_prompt
+        limits = window, self.config.sampling.max_new_tokens
         return [
-            begin_episode(prompt, settings, self.tokenizer, system_prompt, window)
+            play_episode(prompt, settings, self.tokenizer, system_prompt, *limits)
             for name, settings in environments_of(self.config).items()
             if (prompt := self.prompts.first_in(name)) is not None
         ]
@@ -220,9 +221,9 @@ class RunInputs:
         solution with several turns. None without one, or if `train` refuses rows or environment.
         """
         try:
-            for episode, failure in self.example_episodes:
-                if failure is None:
-                    return list(context_samples(episode))
+            for example in self.example_episodes:
+                if example.failure is None:
+                    return list(context_samples(example.rollout))
             prompt = self.prompts.golden_transcript()
         except UserError:
             return []

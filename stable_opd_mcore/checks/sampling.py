@@ -30,7 +30,10 @@ def teacher_window(inputs: RunInputs) -> Iterator[Finding]:
     window = teacher and teacher.settings.get("max_position_embeddings")
     if teacher is None or type(window) is not int:
         return
-    longest = inputs.config.sampling.max_new_tokens + len(inputs.pair.student.prompt_ids)
+    sampled = inputs.config.max_turns * inputs.config.sampling.max_new_tokens
+    longest = sampled + len(inputs.pair.student.prompt_ids)
+    if inputs.config.max_turns > 1:  # an episode ends where the student's window does
+        longest = min(longest, inputs.architecture.max_positions)
     settings = inputs.config.teacher
     if settings is not None and settings.is_served:
         window -= UNUSED_POSITIONS

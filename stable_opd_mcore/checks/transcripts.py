@@ -5,6 +5,7 @@ before the first turn (templates.py).
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.checks.pair import ModelFiles
 from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.records import Sample
+from stable_opd_mcore.run_inputs import refuse_restarts
 
 _SHOWN_CHARACTERS = 400  # of one piece
 
@@ -30,20 +32,30 @@ def different_bridges(inputs: RunInputs) -> Iterator[Finding]:
             yield finding("different-bridges", role=role, student=own, teacher=other)
 
 
-def _scored_roles(inputs: RunInputs) -> set[str]:
-    """The roles of the messages between turns that the teacher scores. What an environment yields
-    is not known here; most yield messages of the user."""
-    roles = {"user"} if inputs.config.has_environment else set[str]()
+def _scored_roles(inputs: RunInputs) -> frozenset[str]:
+    """The roles of the messages between turns that the teacher scores: of an environment those of
+    its example episode."""
+    played = frozenset[str]().union(*(example.roles for example in inputs.example_episodes))
     scores_golden = inputs.config.objective.on_policy_fraction < 1
-    return roles | inputs.prompts.roles_between() if scores_golden else roles
+    return played | inputs.prompts.roles_between() if scores_golden else played
 
 
 def failing_environments(inputs: RunInputs) -> Iterator[Finding]:
-    """Environments that fail as their first episode begins."""
-    for episode, failure in inputs.example_episodes:
-        if failure is not None:
-            row = episode.prompt.prompt_id
-            yield finding("failing-environment", row=row, failure=failure)
+    """Environments that fail in an example episode."""
+    for example in inputs.example_episodes:
+        if example.failure is not None:
+            values = {"row": example.rollout.prompt.prompt_id, "failure": example.failure}
+            yield finding("failing-environment", function=example.function, **values)
+
+
+def restarts(inputs: RunInputs) -> None:
+    """New contexts with a setting that assumes one; `train` refuses them."""
+    refuse_restarts(inputs.config, [example.rollout for example in inputs.example_episodes])
+
+
+def facts(inputs: RunInputs) -> list[str]:
+    """The example episode of each environment, as lines."""
+    return [example.line() for example in inputs.example_episodes]
 
 
 def shown_transcript(model: ModelFiles, samples: Sequence[Sample]) -> str:
@@ -52,16 +64,17 @@ def shown_transcript(model: ModelFiles, samples: Sequence[Sample]) -> str:
 
     A prompt of the teacher's own is shown for the teacher.
     """
-    return "\n\n".join(_shown_context(model, sample) for sample in samples)
+    names = ("a new context" if number else "prompt" for number in range(len(samples)))
+    return "\n\n".join(map(_shown_context, repeat(model), samples, names))
 
 
-def _shown_context(model: ModelFiles, sample: Sample) -> str:
+def _shown_context(model: ModelFiles, sample: Sample, name: str) -> str:
     is_sampled = np.zeros(len(sample.token_ids), np.bool_)
     is_sampled[sample.places] = True
     start, prompt = sample.num_prompt_tokens, sample.teacher_prompt_token_ids
     if prompt is None or model.role == "student":
         prompt = sample.token_ids[:start]
-    parts = [("prompt", prompt)]
+    parts = [(name, prompt)]
     borders = start + 1 + np.flatnonzero(np.diff(is_sampled[start:]))
     for begin, end in zip([start, *borders], [*borders, len(is_sampled)], strict=True):
         if begin < end:

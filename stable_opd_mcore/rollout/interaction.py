@@ -63,6 +63,7 @@ class Interaction:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self.first_failure: str | None = None  # of an environment, in this process
+        self.roles: set[str] = set()  # of the messages that continued a context
         used = (self.tokenizer, self.held_out_tokenizer)
         self._bridges = [Bridge(each) for each in used if each is not None]
         for name, settings in self.environments.items():
@@ -184,6 +185,8 @@ class Interaction:
         with self._lock:
             self._counts["neutralised_tokens"] += num_neutralised
             self._counts["cut_tokens"] += num_cut
+            if not (is_first or step.restarts):
+                self.roles.update(message["role"] for message in messages)
         return Observation(seen.token_ids, seen.restarts, self._decoded(seen.token_ids))
 
     def _decoded(self, token_ids: Sequence[int]) -> str:

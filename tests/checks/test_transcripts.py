@@ -29,14 +29,17 @@ GAME = """
 def episode(row, seed):
     said = yield None
     yield f"You said {said} of {row['hint']}."
+    return 0.5
 
 def restarting(row, seed):
     yield "Room 1."
     yield {"restart": "Room 2."}
-
-def ending(row, seed):
-    yield "Room 1."
     return 1
+
+def endless(row, seed):
+    yield None
+    while True:
+        yield ""
 
 def failing(row, seed):
     yield "Room 1."
@@ -114,19 +117,24 @@ def test_a_long_piece_loses_its_middle_and_one_turn_is_no_transcript(tmp_path):
     assert the(report.findings, "the templates write another text around a tool message")
 
 
-def playing(tmp_path, function, **models):
+def playing(tmp_path, function, objective=None, **models):
     (tmp_path / "game.py").write_text(GAME)
     environment = {"function": f"{tmp_path}/game.py:{function}"}
-    sections = {"objective": {"name": "opd"}, "environment": environment}
+    sections = {"objective": objective or {"name": "opd"}, "environment": environment}
     return config_of(tmp_path, golden="last", sections=sections, **models)
 
 
 TITLE = "the templates write another text"
 
 
-def test_a_teacher_of_episodes_writes_the_same_around_a_users_message(tmp_path):
-    for teacher, roles in ((TEMPLATE, []), (NO_TOOLS, []), (OPENS, ["user"])):
-        inputs = RunInputs(playing(tmp_path, "episode", teacher=teacher), None)
+def test_a_teacher_of_episodes_writes_the_same_around_messages_that_continue_a_context(tmp_path):
+    for function, teacher, roles in (
+        ("episode", TEMPLATE, []),
+        ("episode", NO_TOOLS, []),
+        ("episode", OPENS, ["user"]),
+        ("restarting", OPENS, []),
+    ):
+        inputs = RunInputs(playing(tmp_path, function, teacher=teacher), None)
         titles = [finding.title for finding in different_bridges(inputs)]
         assert titles == [f"{TITLE} around a {role} message between two turns" for role in roles]
 
@@ -136,31 +144,44 @@ SAID = "[sampled: 4 tokens]\n1+1<|im_end|>"
 
 
 @pytest.mark.parametrize(
-    ("function", "expected"),
+    ("function", "expected", "line"),
     [
         (
             "episode",
-            "[sampled: 4 tokens]\n1+1<|im_end|>\n"
-            "[observed: 38 tokens]\n\n" + OPENING.format("You said 1+1 of 2.").rstrip("\n"),
+            f"{SAID}\n[observed: 38 tokens]\n\n{OPENING.format('You said 1+1 of 2.')}{SAID}",
+            "2 turns, 8 sampled and 38 observed tokens; returned 0.5",
         ),
         (
             "restarting",
             f"[prompt: 26 tokens]\n{OPENING.format('Room 1.')}{SAID}\n\n"
-            f"[prompt: 26 tokens]\n{OPENING.format('Room 2.').rstrip()}",
+            f"[a new context: 26 tokens]\n{OPENING.format('Room 2.')}{SAID}",
+            "2 turns, 8 sampled and 52 observed tokens; returned 1.0",
         ),
-        ("ending", f"[prompt: 26 tokens]\n{OPENING.format('Room 1.')}{SAID}"),
+        (
+            "endless",
+            f"[observed: 20 tokens]\n\n{OPENING.format('')}{SAID}",
+            "10 turns, 40 sampled and 180 observed tokens; cut by max_turns or the window",
+        ),
     ],
 )
-def test_the_beginning_of_an_episode_is_shown(tmp_path, function, expected):
+def test_an_episode_is_shown(tmp_path, function, expected, line):
     report = check_config(playing(tmp_path, function), None)
     assert not [found for found in report.findings if found.subject == "environment"]
+    assert f"environment  {tmp_path}/game.py:{function}: {line}" in report.facts
     for _, text in report.transcripts:
-        assert text.rstrip("\n").endswith(expected)
+        assert text.endswith(expected)
+
+
+def test_new_contexts_are_refused_with_settings_that_assume_one(tmp_path):
+    discounted = playing(tmp_path, "restarting", objective={"name": "opd", "discount": 0.5})
+    errors = check_config(discounted, None).errors
+    (error,) = [each for each in errors if each.subject == "environment"]
+    assert "its environment begins a new context, and objective.discount=0.5" in error.title
 
 
 def test_an_environment_that_fails_at_once_is_found_before_training(tmp_path):
     report = check_config(playing(tmp_path, "failing"), None)
-    finding = the(report.findings, "an environment fails as its first episode begins")
+    finding = the(report.findings, "game.py:failing fails in an example episode")
     (_, row), (_, failure) = finding.values
     assert (finding.severity, row) == ("warning", "rows.jsonl:1")
     assert "KeyError: 'door'" in failure

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.data.samples import (
     golden_samples,
@@ -28,7 +27,7 @@ from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
-from stable_opd_mcore.run_inputs import turns_by_environment
+from stable_opd_mcore.run_inputs import refuse_restarts, turns_by_environment
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.served_scores import begin_scoring
@@ -53,23 +52,6 @@ def collect_samples(
     samples = mark_samples(run, rollout_samples(rollouts, masks, max_new_tokens), state)
     wait_for_rollouts = begin_scoring(run, samples, state.step)
     return rollouts, wait_for_rollouts() + wait_for_golden()
-
-
-def refuse_restarts(config: Config, rollouts: Sequence[Rollout]) -> None:
-    """Raise UserError for an episode of several contexts with a setting that assumes one."""
-    for rollout in rollouts:
-        where = f"prompt {rollout.prompt.prompt_id}: its environment begins a new context"
-        if config.objective.discount and any(turn.restarts for turn in rollout.turns[1:]):
-            raise UserError(
-                f"{where}, and objective.discount={config.objective.discount:g} would add up the "
-                "advantages of each context on its own, not of the episode; set "
-                "objective.discount=0, or let the environment only continue the context"
-            )
-        if config.teacher and config.teacher.prompt and any(t.restarts for t in rollout.turns):
-            raise UserError(
-                f"{where}, which does not begin with the prompt that teacher.prompt replaces; "
-                "remove teacher.prompt, or let the environment only continue the context"
-            )
 
 
 def own_share(world: World, items: Sequence[Item]) -> Sequence[Item]:
