@@ -176,6 +176,7 @@ def parse_row(line: bytes | None, columns: Columns) -> ResponseRow:
             raise RowError(f"no column {names[role]} among {_names(record)}")
     if _MARK_OF_A_RUN in record:
         values |= {name: record[name] for name in _OF_A_RUN if name in record}
+        values |= _of_last_turn(values, record.get("turns"))
     try:
         return ResponseRow(**values)
     except ValidationError as error:
@@ -183,6 +184,21 @@ def parse_row(line: bytes | None, columns: Columns) -> ResponseRow:
     role, reason = str(fault["loc"][0]), fault["msg"].removeprefix("Value error, ")
     value = printable_line(repr(values[role]), 60)
     raise RowError(f"column {names.get(role, role)} is {value}: {reason}")
+
+
+def _of_last_turn(values: dict[str, Any], turns: Any) -> dict[str, Any]:
+    """Tokens and finish reason of an episode's last turn, whose text is the response; nothing of a
+    single response."""
+    if not turns:
+        return {}
+    try:
+        number, finish = int(turns[-1]["num_tokens"]), turns[-1]["finish_reason"]
+        tokens = values.get("tokens") or []
+        found = {"tokens": tokens[max(0, len(tokens) - number) :], "finish": finish}
+    except (LookupError, TypeError, ValueError):
+        value = printable_line(repr(turns), 60)
+        raise RowError(f"column turns is {value}: expected the turns of an episode") from None
+    return {role: value for role, value in found.items() if role in values}
 
 
 def _parse(line: bytes | None) -> dict[str, Any]:
