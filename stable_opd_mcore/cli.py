@@ -150,7 +150,7 @@ def evaluate(
         Path,
         typer.Argument(
             help="A run's directory (its trained model), a Hugging Face directory, a Megatron "
-            "checkpoint, or a config (the trained model of its run)."
+            "checkpoint, a PEFT adapter, or a config (the trained model of its run)."
         ),
     ],
     more: Annotated[

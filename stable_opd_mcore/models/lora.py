@@ -39,13 +39,14 @@ from torch.nn import Module, Parameter, ParameterList
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, unwrap
+from stable_opd_mcore.models.hidden_states import FactorList, HiddenStatesGPTModel, unwrap
 from stable_opd_mcore.models.weights import (
     Exchange,
     architecture_of,
     described_parameters,
     named_generator,
     shards_of,
+    weights_hash,
 )
 
 Which = Literal["A", "B"]
@@ -85,7 +86,7 @@ class Factors(Module):
             self.A.append(Parameter(torch.empty(rank, inputs, **like)))
             self.B.append(Parameter(torch.empty(outputs, rank, **like)))
             self._mark(self.A[-1], self.B[-1])
-        linear.register_forward_hook(self._add)
+        self.hook = linear.register_forward_hook(self._add)
 
     def _mark(self, a_RI: Any, b_OR: Any) -> None:
         """Tell Megatron which factor is a shard, for the gradient norm, and which gradient it must
@@ -194,6 +195,18 @@ def adapt(
         if model.pre_process and model.config.recompute_granularity == "full":
             model.embedding.register_forward_hook(_require_gradient)
     fill_factors(chunks, lambda name, which, shape: _first_value(name, which, shape, seed))
+
+
+@torch.no_grad()
+def merge(chunks: Sequence[Module]) -> None:
+    """Add the factors to their matrices on this rank, and remove them from the chunks."""
+    weights = {entry.hf_names: weight for _, weight, entry in described_parameters(chunks)}
+    for factors in factors_of(chunks):
+        weight = weights[factors.entry.hf_names]
+        weight.copy_(factors.added_to(weight))
+        factors.hook.remove()
+    for model in map(unwrap, chunks):
+        model.factors = FactorList()
 
 
 def _is_adapted(name: str, weight: Tensor, entry: tensors.Parameter) -> bool:
@@ -342,6 +355,15 @@ def factors_as(chunks: Sequence[Module], values: Sequence[Tensor]) -> Iterator[N
     finally:
         for own, value in zip(every, trained, strict=True):
             own.data = value
+
+
+def base_hash(chunks: Sequence[Module]) -> str | None:
+    """Hash of the frozen weights to which the factors are added; None if all weights are trained.
+    Collective."""
+    if not factors_of(chunks):
+        return None
+    with base_only(chunks):
+        return weights_hash(chunks)
 
 
 @contextmanager

@@ -93,6 +93,18 @@ def save_weights(
     save_directory(weights_of(chunks), chunks, directory, describe=save_tokenizer)
 
 
+def require_intact(path: str | Path) -> Path:
+    """Raise a UserError for a distributed checkpoint that must not be read, as `load_weights` says.
+    Collective."""
+    path = Path(path)
+    require_manifest(path)
+    fault = find_damage(path)
+    if fault is not None:
+        raise UserError(f"{path}: damaged: {fault}; copy or convert it again")
+    refuse_foreign_pickle(path)
+    return path
+
+
 def load_weights(chunks: Sequence[Module], path: str | Path) -> None:
     """Read a distributed checkpoint's weights into the chunks; any layout may have written it.
 
@@ -100,12 +112,7 @@ def load_weights(chunks: Sequence[Module], path: str | Path) -> None:
         UserError: as `require_manifest`; or a file is damaged, the metadata names foreign classes,
             a weight is missing, of another shape or not finite.
     """
-    path = Path(path)
-    require_manifest(path)
-    fault = find_damage(path)
-    if fault is not None:
-        raise UserError(f"{path}: damaged: {fault}; copy or convert it again")
-    refuse_foreign_pickle(path)
+    path = require_intact(path)
     if any(
         key.startswith("factors.") for key in dist_checkpointing.load_tensors_metadata(str(path))
     ):

@@ -7,7 +7,7 @@ matrices, and a pair for each matrix that has factors in lora.py; variants of Lo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +22,15 @@ from stable_opd_mcore.host.atomic_files import atomic_directory, describe_space
 from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.lora import Which, adapted_shapes, fill_factors, form_of, iter_factors
+from stable_opd_mcore.models.lora import (
+    Which,
+    adapt,
+    adapted_shapes,
+    fill_factors,
+    form_of,
+    iter_factors,
+    merge,
+)
 from stable_opd_mcore.models.weights import architecture_of, refuse_non_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -47,11 +55,17 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
-def export_adapter(chunks: Sequence[Module], directory: Path, base: str | None) -> None:
+def export_adapter(
+    chunks: Sequence[Module],
+    directory: Path,
+    base: str | None,
+    describe: Callable[[Path], object] = lambda _: None,
+) -> None:
     """Write the factors of all ranks. Collective; rank 0 writes.
 
     Args:
         base: the directory of the frozen weights; None: they were random.
+        describe: writes other files into the directory, on rank 0.
 
     Raises:
         UserError: a factor is not finite, or the directory cannot be written.
@@ -76,6 +90,7 @@ def export_adapter(chunks: Sequence[Module], directory: Path, base: str | None) 
                 save_tensors(kept, partial / WEIGHTS)
                 text = json.dumps(_config(kept, rank, form["alpha"], base), indent=2) + "\n"
                 (partial / CONFIG).write_text(text, encoding="utf-8")
+                describe(partial)
         except (OSError, SafetensorError) as error:
             space = describe_space(directory, sum(tensor.nbytes for tensor in kept.values()))
             raise UserError(
@@ -198,3 +213,15 @@ def load_adapter(chunks: Sequence[Module], directory: Path, lora: LoraConfig) ->
     with safe_open(directory / WEIGHTS, framework="pt") as tensors:
         fill_factors(chunks, lambda name, which, _: tensors.get_tensor(_tensor_name(name, which)))
     refuse_non_finite(chunks, str(directory / WEIGHTS))
+
+
+def merge_adapter(chunks: Sequence[Module], directory: Path) -> None:
+    """Add a PEFT directory's factors to the weights of its base. Collective.
+
+    Raises:
+        UserError: as `read_config` and `load_adapter`.
+    """
+    rank, alpha = read_config(directory)
+    adapt(chunks, rank=rank, alpha=alpha)
+    load_adapter(chunks, directory, LoraConfig(rank=rank, alpha=alpha))
+    merge(chunks)

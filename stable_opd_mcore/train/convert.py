@@ -6,7 +6,6 @@ In bf16 where all weights are, else in fp32, which also holds fp16 exactly.
 from functools import partial
 from pathlib import Path
 
-from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import require_new_directory
@@ -19,14 +18,8 @@ from stable_opd_mcore.models.huggingface import (
     require_base,
     stored_dtypes,
 )
-from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights, save_weights
-from stable_opd_mcore.models.peft_directory import (
-    base_of,
-    is_adapter,
-    load_adapter,
-    read_config,
-)
+from stable_opd_mcore.models.peft_directory import base_of, is_adapter, merge_adapter
 from stable_opd_mcore.parallel.world import start_world, stop_world
 
 
@@ -74,9 +67,7 @@ def convert(
     else:
         load_hf(chunks, source)
     if adapter is not None:
-        rank, alpha = read_config(adapter)
-        adapt(chunks, rank=rank, alpha=alpha)
-        load_adapter(chunks, adapter, LoraConfig(rank=rank, alpha=alpha))
+        merge_adapter(chunks, adapter)
         export_hf(chunks, target, base=source, save_tokenizer=save_tokenizer)
         done = f"{adapter} merged into {source}, in {precision}"
     elif is_megatron(source):

@@ -3,13 +3,14 @@
     config = evaluation_config(target, settings, overrides)    # before anything starts
     model = find_model(config)                                 # called by all ranks
 
-A target is a config, a run's directory, a Hugging Face directory or a Megatron checkpoint. A model
-or checkpoint inside a run's directory has that run's settings, so all three give the same numbers.
+A target is a config, a run's directory, a Hugging Face directory, a Megatron checkpoint or an
+adapter that PEFT has saved. What is inside a run's directory has that run's settings, so its model,
+adapter and last checkpoint give the same numbers.
 """
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import RunDirectory, checkpoint_name
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron
+from stable_opd_mcore.models.peft_directory import base_of, is_adapter
 from stable_opd_mcore.train.persistence.checkpoint import STATE_FILE, newest_checkpoint
 
 TRAINED = "trained.json"  # an exported model's file: the run and step it is from
@@ -32,10 +34,11 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    path: Path  # a Hugging Face directory or a Megatron checkpoint
+    path: Path  # a Hugging Face directory, a Megatron checkpoint or an adapter
     name: str  # the results' name: the run's step, or the directory's name
     run: str | None = None  # the name of the run that trained it, where it is known
     step: int | None = None
+    is_whole: bool = True  # False: low-rank factors without the weights to which they are added
 
 
 def evaluation_config(
@@ -49,7 +52,7 @@ def evaluation_config(
             evaluated.
 
     Raises:
-        UserError: the target does not exist or is none of the four.
+        UserError: the target does not exist or is none of the five.
     """
     named = [override.partition("=")[0] for override in overrides]
     if "evaluation.benchmarks" not in named and any(n.startswith("data.eval") for n in named):
@@ -68,7 +71,7 @@ def evaluation_config(
     if run is None:
         _require_model(target)
         changes["student"] = {
-            "path": str(target),
+            "path": str(base_of(target) if is_adapter(target) else target),
             "architecture": None,
             "window": None,
             "rope_theta": None,
@@ -111,7 +114,8 @@ def find_model(config: Config) -> EvaluatedModel:
 
 
 def evaluated_config(config: Config, model: EvaluatedModel) -> Config:
-    """The config with the model as its student and the results' directory as its run.
+    """The config with the model as its student and the results' directory as its run. Where the
+    model is low-rank factors, the student is their base: in a run that of the run.
 
     Where the config sets no tokenizer, stop ids or arguments of the chat template, those of the run
     that trained the model count, so a run's model and its checkpoints have the same. A model of no
@@ -121,18 +125,17 @@ def evaluated_config(config: Config, model: EvaluatedModel) -> Config:
     trained: dict[str, Any] = {} if run is None else read_settings(RunDirectory(run).resolved)
     tokenizer, stop_ids = config.tokenizer.path, config.student.stop_token_ids
     template_kwargs = config.student.chat_template_kwargs
+    source = _weights(model, trained)
     if run is not None:
         tokenizer = tokenizer or trained["tokenizer"]["path"] or trained["student"]["path"]
         stop_ids = stop_ids or trained["student"]["stop_token_ids"]
         # Runs of version 0.1.0 have no such key.
         template_kwargs = template_kwargs or trained["student"].get("chat_template_kwargs", {})
     elif tokenizer is None:
-        has_own = (model.path / "tokenizer.json").is_file()
-        tokenizer = str(model.path) if has_own else config.student.path
+        holders = (path for path in (str(model.path), source["path"]) if _has_tokenizer(path))
+        tokenizer = next(holders, config.student.path)
     stop_ids = None if stop_ids is None else tuple(stop_ids)
-    student = StudentConfig(
-        path=str(model.path), stop_token_ids=stop_ids, chat_template_kwargs=template_kwargs
-    )
+    student = StudentConfig(**source, stop_token_ids=stop_ids, chat_template_kwargs=template_kwargs)
     if config.student.path == student.path:  # else they are another model's
         same = {"window": config.student.window, "rope_theta": config.student.rope_theta}
         student = student.model_copy(update=same)
@@ -142,6 +145,23 @@ def evaluated_config(config: Config, model: EvaluatedModel) -> Config:
             "student": student,
             "tokenizer": TokenizerConfig(path=tokenizer),
         }
+    )
+
+
+def _weights(model: EvaluatedModel, trained: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the model's weights are, or those that its factors are added to, as settings of a
+    student. `trained`: the settings of its run, empty without one.
+    """
+    if model.is_whole:
+        return {"path": str(model.path)}
+    if trained:
+        keys = ("path", "architecture", "window", "rope_theta")
+        return {key: trained["student"].get(key) for key in keys}
+    if is_adapter(model.path):
+        return {"path": str(base_of(model.path))}
+    raise UserError(
+        f"{model.path}: a checkpoint of student.lora without its run, whose settings name the "
+        "model under the factors; give the run's directory, or its model/ or adapter/"
     )
 
 
@@ -162,17 +182,23 @@ def _model_in(path: Path) -> EvaluatedModel:
         raise UserError(f"{file}: not what a run writes ({error}); restore it") from error
     if type(step) is not int or step < 0:
         step = None
+    is_whole = not (is_adapter(path) or record.get("factors"))
     own = checkpoint_name(step) if step is not None and run is not None else path.absolute().name
     label = _NOT_IN_NAMES.sub("_", own).lstrip("._-") or "model"
-    return EvaluatedModel(path, label, name if isinstance(name, str) else None, step)
+    return EvaluatedModel(path, label, name if isinstance(name, str) else None, step, is_whole)
+
+
+def _has_tokenizer(path: str) -> bool:
+    return (Path(path) / "tokenizer.json").is_file()
 
 
 def _require_model(path: Path) -> Path:
     if not path.is_dir():
         raise UserError(f"{path}: no such directory; set evaluation.model to a model or a run")
-    if not (path / "config.json").is_file():
+    if not (path / "config.json").is_file() and not is_adapter(path):
         raise UserError(
             f"{path}: neither a run (it has no {RunDirectory(path).resolved.name}) nor a model "
-            "(no config.json) nor a checkpoint; give one of them"
+            "or checkpoint (no config.json) nor an adapter (no adapter_config.json); give one of "
+            "them"
         )
     return path

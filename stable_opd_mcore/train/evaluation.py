@@ -38,6 +38,7 @@ from stable_opd_mcore.evaluation.table import markdown, markdown_table, results_
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import DONE, REQUEUE
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
+from stable_opd_mcore.models.peft_directory import is_adapter, merge_adapter
 from stable_opd_mcore.models.weights import weights_hash
 from stable_opd_mcore.monitoring.chosen_runs import evaluated_runs, seeds_together
 from stable_opd_mcore.monitoring.tables import benchmark_table
@@ -59,6 +60,7 @@ from stable_opd_mcore.train.oversight.signals import (
     StopSignals,
     write_outcome,
 )
+from stable_opd_mcore.train.persistence.checkpoint import merge_factors
 from stable_opd_mcore.train.persistence.resolved_configs import on_first_rank, take_directory
 from stable_opd_mcore.train.persistence.rollout_writer import write_together
 from stable_opd_mcore.train.persistence.state import TrainState
@@ -135,6 +137,9 @@ def evaluate_config(
         tokenizer = load_tokenizer(config)
         problems = _problems(config, tokenizer, limit)
         chunks = load_model(config, world, config.student, tokenizer.vocab_size, trainable=False)
+        if not model.is_whole:
+            merge = merge_adapter if is_adapter(model.path) else merge_factors
+            merge(chunks, model.path)
         engine = stack.enter_context(closing(evaluation_engine(config, world, chunks, tokenizer)))
         grader = stack.enter_context(Grader())
         weights = weights_hash(chunks)

@@ -195,14 +195,14 @@ def _export(run: Run, steps: int) -> None:
     Collective."""
     config, chunks = run.config, run.student.chunks
 
-    def save_with_model(model: Path) -> None:
-        run.tokenizer.save(model)
-        mark_trained(model, config.run.name, steps)
+    def describe(directory: Path) -> None:
+        run.tokenizer.save(directory)
+        mark_trained(directory, config.run.name, steps)
 
     base, files = config.student.path, config.run.files
-    export_hf(chunks, files.model, base=base, save_tokenizer=save_with_model)
+    export_hf(chunks, files.model, base=base, save_tokenizer=describe)
     if config.student.lora is not None:
-        export_adapter(chunks, files.adapter, base)
+        export_adapter(chunks, files.adapter, base, describe)
 
 
 def _train_steps(

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import OptimizerConfig
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
-from stable_opd_mcore.models.lora import base_only, factors_of
+from stable_opd_mcore.models.lora import base_hash
 from stable_opd_mcore.models.routers import Routers
-from stable_opd_mcore.models.weights import weights_hash
 
 ADAM_BETA1, ADAM_EPS = 0.9, 1e-8
 
@@ -88,12 +87,8 @@ class Student:
 
     @cached_property
     def base_hash(self) -> str | None:
-        """Hash of the frozen weights to which the low-rank factors are added; None if all weights
-        are trained. Collective."""
-        if not factors_of(self.chunks):
-            return None
-        with base_only(self.chunks):
-            return weights_hash(self.chunks)
+        """See `lora.base_hash`; the frozen weights never change."""
+        return base_hash(self.chunks)
 
     def gradient_buffers(self) -> list[Tensor]:
         """Megatron's buffers of the gradients; every parameter's gradient is a view of one."""

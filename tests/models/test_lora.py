@@ -19,7 +19,7 @@ from stable_opd_mcore.models import lora, tensors
 from stable_opd_mcore.models.families import FAMILIES, Architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
-from stable_opd_mcore.models.lora import adapt, base_only, factors_of, fill_factors
+from stable_opd_mcore.models.lora import adapt, base_only, factors_of, fill_factors, merge
 from stable_opd_mcore.models.weights import described_parameters, fill_weights, iter_hf_tensors
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
@@ -151,7 +151,11 @@ def test_base_and_merged_tensors(model_type, world: World) -> None:
             iter_hf_tensors(low), iter_hf_tensors(base), strict=True
         ):
             assert torch.equal(tensor, own), name
-    assert not torch.equal(forward_hidden(low[0], batch), forward_hidden(base[0], batch))
+    changed = forward_hidden(low[0], batch)
+    assert not torch.equal(changed, forward_hidden(base[0], batch))
+    merge(low)
+    assert not factors_of(low)
+    close(forward_hidden(low[0], batch), changed)
 
 
 @pytest.mark.parametrize("fp8", [None, Fp8("student", "tensorwise")])

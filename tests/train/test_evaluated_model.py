@@ -88,7 +88,9 @@ def test_a_config_may_set_the_chat_templates_arguments_of_another_runs_model(tmp
 
 
 def test_targets_that_are_none_end_with_one_line(tmp_path, run):
-    with pytest.raises(UserError, match=r"neither a run .* nor a model .* a checkpoint; give one"):
+    with pytest.raises(
+        UserError, match=r"neither a run .* nor a model .* nor an adapter .*; give one"
+    ):
         evaluation_config(tmp_path)
     file = run / "config.resolved.yaml"
     with pytest.raises(UserError, match=r"is a config already; leave out --config"):

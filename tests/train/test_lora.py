@@ -3,6 +3,7 @@ one rank; what the run writes is the merged model.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from stable_opd_mcore.models.megatron_checkpoint import load_weights
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.convert import convert
+from stable_opd_mcore.train.evaluated_model import evaluation_config
+from stable_opd_mcore.train.evaluation import evaluate_config
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.setup import build_run
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
 from tests.train.layouts import short_config, train_through
-from tests.train.runs import metrics_of, tiny_architecture
+from tests.train.runs import metrics_of, problems, tiny_architecture
 from tests.train.test_experts import MIXTURE
 
 pytestmark = pytest.mark.slow
@@ -124,6 +127,38 @@ def test_a_run_from_an_adapter_starts_as_the_trained_model(runs):
     exported = load_file(runs / "from_merged" / "model" / "model.safetensors")
     assert converted.keys() == exported.keys()
     assert all(torch.equal(tensor, converted[key]) for key, tensor in exported.items())
+
+
+def evaluate_every_form(rank: int, world_size: int, directory: str) -> None:
+    """A run's model, adapter and last checkpoint, and the adapter moved away from its run."""
+    path, evaluated = Path(directory), {"num_samples": 2, "temperature": 1.0}
+    options = {"data": problems(8, 6), "evaluation": evaluated, "checkpoint": {"every": 1}}
+    base = {"path": f"{path}/dense/model", "architecture": None, "lora": LORA}
+    train(config_of(path, "evaluated", 2, student=base, **options), show_progress=False)
+    run, moved = path / "evaluated", path / "moved"
+    shutil.copytree(run / "adapter", moved)
+    for number, form in enumerate(("model", "adapter", "checkpoints/step_000002")):
+        results = evaluate_config(evaluation_config(run / form), print)
+        results.rename(path / f"results_{number}")
+    settings = evaluation_config(moved, run / "config.resolved.yaml", ["rollout.engine=embedded"])
+    evaluate_config(settings, print).rename(path / "results_3")
+    shutil.rmtree(run / "model")
+    assert evaluate_config(evaluation_config(run), print).name == "step_000002"
+    shutil.copytree(run / "checkpoints" / "step_000002", path / "alone")
+    with pytest.raises(UserError, match=r"a checkpoint of student\.lora without its run"):
+        evaluate_config(evaluation_config(path / "alone", run / "config.resolved.yaml"), print)
+
+
+def test_every_form_of_an_adapter_evaluates_as_the_merged_model(runs):
+    run_ranks(1, evaluate_every_form, str(runs))
+    merged, *others = (
+        json.loads((runs / f"results_{number}" / "results.json").read_text()) for number in range(4)
+    )
+    for record in others:
+        assert record["model"]["weights_sha256"] == merged["model"]["weights_sha256"]
+        assert record["benchmarks"] == merged["benchmarks"]
+        assert record["model"]["step"] == 2
+    assert merged["benchmarks"]["held_out"]["num_problems"] == 6
 
 
 def in_bf16(rank: int, world_size: int, directory: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file
+from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import (
@@ -32,10 +33,19 @@ from stable_opd_mcore.host.atomic_files import (
 from stable_opd_mcore.host.run_directory import ANY_STEP, checkpoint_name
 from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models.directory_save import save_directory
-from stable_opd_mcore.models.lora import factors_of, form_of, set_factors, sharded_factors
+from stable_opd_mcore.models.lora import (
+    adapt,
+    base_hash,
+    factors_of,
+    form_of,
+    merge,
+    set_factors,
+    sharded_factors,
+)
 from stable_opd_mcore.models.manifest import find_damage
 from stable_opd_mcore.models.megatron_checkpoint import (
     refuse_foreign_pickle,
+    require_intact,
     set_weights,
     weights_of,
 )
@@ -206,7 +216,8 @@ def load_checkpoint(
             )
             + "; use another run.name or the config it was written with"
         )
-    _refuse_other_factors(path, record, student)
+    _refuse_other_factors(path, record, form_of(student.chunks))
+    _refuse_other_base(path, record, student.base_hash)
     refuse_foreign_pickle(path)
     moving = {name: model for name, model in moving.items() if getattr(record, name)}
     wanted_state = _state_dict(student, moving, loading=True)
@@ -225,9 +236,30 @@ def load_checkpoint(
     return record.state
 
 
-def _refuse_other_factors(path: Path, record: Record, student: Student) -> None:
-    """Raise a UserError if the checkpoint's low-rank factors are not those of the student."""
-    found, wanted = record.factors, form_of(student.chunks)
+def merge_factors(chunks: Sequence[Module], path: Path) -> None:
+    """Add a checkpoint's factors to the weights to which they belong. Collective.
+
+    Raises:
+        UserError: other weights, or a checkpoint that is damaged or not ours.
+    """
+    record = _read_record(require_intact(path))
+    form = record.factors
+    adapt(
+        chunks,
+        rank=int(form["rank"]),
+        alpha=form["alpha"],
+        expert_rank=int(form.get("expert_rank", form["rank"])),
+    )
+    _refuse_other_base(path, record, base_hash(chunks))
+    loaded: Any = dist_checkpointing.load({"factors": sharded_factors(chunks)}, str(path))
+    set_factors(chunks, loaded["factors"])
+    refuse_non_finite(chunks, str(path))
+    merge(chunks)
+
+
+def _refuse_other_factors(path: Path, record: Record, wanted: dict[str, float]) -> None:
+    """Raise a UserError if the checkpoint's low-rank factors have another form."""
+    found = record.factors
     if found != wanted:
         texts = [
             "student.lora with " + ", ".join(f"{key}={value:g}" for key, value in form.items())
@@ -239,10 +271,14 @@ def _refuse_other_factors(path: Path, record: Record, student: Student) -> None:
             f"{path}: checkpoint of a run with {texts[0]}, but the config has {texts[1]}; use "
             "another run.name or the config it was written with"
         )
-    if record.base != student.base_hash:
+
+
+def _refuse_other_base(path: Path, record: Record, base: str | None) -> None:
+    """Raise a UserError if the checkpoint's factors belong to weights of another hash."""
+    if record.base != base:
         raise UserError(
             f"{path}: its low-rank factors belong to weights with the hash {record.base}, but "
-            f"those of student.path have {student.base_hash}; give the model and the "
+            f"those of student.path have {base}; give the model and the "
             "train.precision that the run began with"
         )
 
