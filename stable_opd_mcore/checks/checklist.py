@@ -71,6 +71,7 @@ OF_A_RUN: Checks = {
         model_directories.teacher_settings,
         model_directories.weights,
         model_directories.adapter,
+        model_directories.untrained_stops,
         model_directories.same_weights,
     ),
     "sampling": (

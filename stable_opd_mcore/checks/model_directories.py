@@ -11,6 +11,7 @@ from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.unread_settings import unread_keys
 
 _END_BYTES = 65536
+_MANY_ROWS = 8  # rows of a head that are enough to tell what rows without a token look like
 
 
 def student_settings(inputs: RunInputs) -> Iterator[Finding]:
@@ -60,6 +61,38 @@ def adapter(inputs: RunInputs) -> None:
         from stable_opd_mcore.models.peft_directory import check_adapter  # as in `weights`
 
         check_adapter(Path(lora.path), inputs.architecture, lora)
+
+
+def untrained_stops(inputs: RunInputs) -> Iterator[Finding]:
+    """Stop tokens that low-rank factors cannot teach: their rows of the frozen head are no farther
+    from the mean of the rows without a token than those rows are."""
+    config, architecture = inputs.config, inputs.architecture
+    path, used = config.student.path, inputs.tokenizer.vocab_size
+    if config.student.lora is None or path is None or architecture.vocab_size - used < _MANY_ROWS:
+        return
+    from stable_opd_mcore.models.huggingface import read_head  # as in `weights`
+    from stable_opd_mcore.models.megatron_checkpoint import is_megatron
+
+    if is_megatron(path):
+        return
+    unused_UH, *stops_H = (
+        read_head(path, architecture, rows).float()
+        for rows in (
+            slice(used, architecture.vocab_size),
+            *(slice(token, token + 1) for token in inputs.tokenizer.stop_token_ids),
+        )
+    )
+    mean_H = unused_UH.mean(dim=0)
+    farthest = (unused_UH - mean_H).norm(dim=1).max()
+    named = zip(inputs.tokenizer.stop_token_ids, stops_H, strict=True)
+    found = tuple(token for token, row_H in named if (row_H - mean_H).norm() <= farthest)
+    if found:
+        student = inputs.pair.student
+        yield finding(
+            "untrained-stops",
+            found=student.named_all(found),
+            stops=student.named_all(student.stop_ids),
+        )
 
 
 def weights(inputs: RunInputs) -> Iterator[Finding]:

@@ -80,6 +80,14 @@ def check_hf(path: str | Path, architecture: Architecture) -> list[str]:
         return checkpoint.unread()
 
 
+def read_head(path: str | Path, architecture: Architecture, rows: slice) -> Tensor:
+    """Rows of the output head, which may be the embedding. Raises as `check_hf`."""
+    name = next(iter(tensors.hf_shapes(architecture))) if architecture.tied else tensors.HEAD
+    with _Checkpoint(Path(path)) as checkpoint:
+        checkpoint.check(architecture)
+        return checkpoint.read(name, (rows,))
+
+
 def stored_dtypes(path: str | Path, architecture: Architecture) -> set[str]:
     """The types of the model's tensors in the files of a directory, by safetensors' names. Tensors
     that every model keeps in fp32 do not count."""

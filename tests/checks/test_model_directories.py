@@ -148,3 +148,25 @@ def test_a_setting_that_is_not_computed_is_named(tmp_path):
     for settings in (model_directories.student_settings, model_directories.teacher_settings):
         (finding,) = settings(inputs)
         assert "attn_logit_softcapping=50.0" in finding.values[0][1]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stop_token_whose_row_was_never_trained_is_found_with_low_rank_factors(tmp_path, tied):
+    path = write_model(tmp_path / "model", vocab_size=320, tie_word_embeddings=tied)
+    shapes = hf_shapes(read_architecture(path))
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    head = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    head += 1 + 0.02 * torch.randn(head.shape, generator=torch.Generator().manual_seed(0))
+    student = {"path": path, "architecture": None, "lora": {}}
+    inputs = RunInputs(
+        tiny_config(tmp_path, "run", student=student, tokenizer={"path": None}), None
+    )
+    stops = list(inputs.tokenizer.stop_token_ids)
+    save_file(tensors, f"{path}/model.safetensors")
+    (finding,) = model_directories.untrained_stops(inputs)
+    assert (
+        finding.values[0][1] == finding.values[1][1] == inputs.pair.student.named_all(tuple(stops))
+    )
+    head[stops] += 0.1  # in each of the elements
+    save_file(tensors, f"{path}/model.safetensors")
+    assert list(model_directories.untrained_stops(inputs)) == []
