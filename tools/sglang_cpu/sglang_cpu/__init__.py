@@ -1,11 +1,11 @@
 """Make an unmodified SGLang wheel import and serve on a CPU: call `prepare()` before importing it.
 
-Four things prevent it otherwise: torchvision's wheel is built for CUDA and cannot register its
-operators, Triton is absent, the buffer of chosen experts is pinned by CUDA, and the CPU engine
-imports sgl_kernel, which has no CPU wheel (sgl_kernel/ is used instead). SGLang's own files stay as
-they are. Not fast: attention is torch's own, which is enough for tests and laptops. A server's
-workers are forked, so SGLang is imported once and not three times, and nothing is compiled, so
-torch's compiler is not imported.
+Five things prevent it otherwise: torchvision's wheel is built for CUDA and cannot register its
+operators, Triton is absent, the buffer of chosen experts is pinned by CUDA, low-rank adapters pin
+all that they hold on the host, and the CPU engine imports sgl_kernel, which has no CPU wheel
+(sgl_kernel/ is used instead). SGLang's own files stay as they are. Not fast: attention is torch's
+own, which is enough for tests and laptops. A server's workers are forked, so SGLang is imported
+once and not three times, and nothing is compiled, so torch's compiler is not imported.
 """
 
 import importlib.util
@@ -13,8 +13,11 @@ import multiprocessing
 import os
 import platform
 import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -48,9 +51,22 @@ def prepare() -> None:
             _library.define(operator)
     if not torch.cuda.is_available():
         torch.cuda.cudart = _UnpinnedMemory  # the buffer of chosen experts asks for it
+        torch.Tensor.pin_memory = lambda tensor, *unused: tensor
+        for name in ("empty", "tensor", "zeros"):
+            setattr(torch, name, _without_pinning(getattr(torch, name)))
     if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
         _stub_triton()
     _fork_workers()
+
+
+def _without_pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function of torch that ignores `pin_memory`, which raises an error without a GPU."""
+
+    @wraps(make)
+    def unpinned(*arguments: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+        return make(*arguments, **named)
+
+    return unpinned
 
 
 def _fork_workers() -> None:
