@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.planning.topology import sends_adapter
 from stable_opd_mcore.run_inputs import refuse_long_support, refuse_small_vocabulary
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
@@ -82,7 +83,9 @@ def rounded_factors(inputs: RunInputs) -> Iterator[Finding]:
     """Low-rank factors that servers receive merged into bf16."""
     config, lora = inputs.config, inputs.config.student.lora
     corrects = config.rollout.importance_correction != "none"
-    if lora and config.rollout.has_servers and config.train.precision == "bf16" and not corrects:
+    if not lora or not config.rollout.has_servers or sends_adapter(config, inputs.architecture):
+        return
+    if config.train.precision == "bf16" and not corrects:
         yield finding("rounded-factors", rank=lora.rank)
 
 

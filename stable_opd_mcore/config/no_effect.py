@@ -48,6 +48,7 @@ def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
         ("reference.every", "reference.update=every", config.reference.update == "every"),
         ("reference.decay", "reference.update=ema", config.reference.update == "ema"),
         ("rollout.importance_threshold", "rollout.importance_correction", is_corrected),
+        ("rollout.sglang.lora", "student.lora", config.student.lora is not None),
         ("objective.clip", *has_ratio),
         ("objective.advantage.policy", *has_ratio),
     ):

@@ -68,6 +68,11 @@ class SglangConfig(Section):
     """How weights travel. `distributed`: broadcast over NCCL or gloo. `tensor`: CUDA IPC between
     processes on one GPU, shared memory on a CPU. `disk`: safetensors in the run directory, which
     the servers must see. `null`: `tensor` to `colocated` servers, `distributed` to others."""
+    lora: Literal["adapter", "merged"] | None = None
+    """What a publish sends of a student with `student.lora`. `adapter`: the frozen weights once in
+    a server's life, then the factors of each version, over HTTP. `merged`: matrices with the
+    factors added and rounded, all of them each time. `null`: `adapter`, but `merged` for a student
+    with experts: SGLang does not update experts that have an adapter."""
 
     @property
     def transport(self) -> Literal["distributed", "tensor", "disk"]:

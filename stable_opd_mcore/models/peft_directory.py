@@ -83,12 +83,12 @@ def export_adapter(
             padded_a_RI[:own_rank] = a_RI
             padded_b_OR = b_OR.new_zeros(b_OR.shape[0], rank, device="cpu")
             padded_b_OR[:, :own_rank] = b_OR if own_rank == rank else b_OR * (rank / own_rank)
-            kept[_tensor_name(name, "A")], kept[_tensor_name(name, "B")] = padded_a_RI, padded_b_OR
+            kept[tensor_name(name, "A")], kept[tensor_name(name, "B")] = padded_a_RI, padded_b_OR
     if dist.get_rank() == 0:
         try:
             with atomic_directory(directory) as partial:
                 save_tensors(kept, partial / WEIGHTS)
-                text = json.dumps(_config(kept, rank, form["alpha"], base), indent=2) + "\n"
+                text = json.dumps(adapter_config(kept, rank, form["alpha"], base), indent=2) + "\n"
                 (partial / CONFIG).write_text(text, encoding="utf-8")
                 describe(partial)
         except (OSError, SafetensorError) as error:
@@ -99,13 +99,15 @@ def export_adapter(
     dist.barrier()
 
 
-def _tensor_name(name: str, which: Which) -> str:
+def tensor_name(name: str, which: Which) -> str:
+    """PEFT's name of a factor of the matrix with this HF name."""
     return f"{_PREFIX}{name.removesuffix('.weight')}.lora_{which}.weight"
 
 
-def _config(
+def adapter_config(
     kept: Mapping[str, Tensor], rank: int, alpha: float, base: str | None
 ) -> dict[str, Any]:
+    """What PEFT writes to adapter_config.json next to these tensors."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -183,7 +185,7 @@ def check_adapter(
                 f"set student.lora.{key}={found:g}"
             )
     wanted = {
-        _tensor_name(name, which): (rank, inputs) if which == "A" else (outputs, rank)
+        tensor_name(name, which): (rank, inputs) if which == "A" else (outputs, rank)
         for name, (outputs, inputs) in adapted_shapes(architecture).items()
         for which in get_args(Which)
     }
@@ -211,7 +213,7 @@ def load_adapter(chunks: Sequence[Module], directory: Path, lora: LoraConfig) ->
     """
     check_adapter(directory, architecture_of(chunks), lora)
     with safe_open(directory / WEIGHTS, framework="pt") as tensors:
-        fill_factors(chunks, lambda name, which, _: tensors.get_tensor(_tensor_name(name, which)))
+        fill_factors(chunks, lambda name, which, _: tensors.get_tensor(tensor_name(name, which)))
     refuse_non_finite(chunks, str(directory / WEIGHTS))
 
 

@@ -13,7 +13,11 @@ from stable_opd_mcore.config.training import Fp8Role, Offloadable
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.model_size import ADAM_BYTES
 from stable_opd_mcore.planning.planned_run import PlannedRun
-from stable_opd_mcore.planning.topology import MEMORY_SHARES, WEIGHT_BUCKET_BYTES
+from stable_opd_mcore.planning.topology import (
+    MEMORY_SHARES,
+    WEIGHT_BUCKET_BYTES,
+    sends_adapter,
+)
 
 Phase = Literal["rollout", "score", "update"]
 PHASES: tuple[Phase, ...] = ("rollout", "score", "update")
@@ -159,7 +163,7 @@ def _rollouts(run: PlannedRun, stage: int) -> Iterator[Component]:
     copies = 2 if is_cut else min(1, layout.pipeline - 1)
     if copies:
         yield Component("weight sync: embedding, whole", copies * largest, ("rollout",))
-    if config.student.lora:
+    if config.student.lora and not sends_adapter(config, student.architecture):
         # A merge holds the products of joined matrices in fp32, their join and its rounded copy.
         # The embedding is whole at another time, so only what exceeds it counts.
         merged = max(0, (8 + run.element) * student.widest_matrix() - copies * largest)

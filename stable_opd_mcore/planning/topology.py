@@ -228,6 +228,26 @@ def server_dtype(config: Config) -> str:
     return _DTYPES[config.train.precision]
 
 
+def sends_adapter(config: Config, student: Architecture) -> bool:
+    """Whether servers are sent the student's low-rank factors, and its frozen weights only once;
+    False: they are sent all weights, merged with the factors if it has any.
+
+    Raises:
+        UserError: rollout.sglang.lora=adapter with a student whose adapter SGLang cannot serve.
+    """
+    if config.student.lora is None or not config.rollout.has_servers:
+        return False
+    if student.experts is None:
+        return config.rollout.sglang.lora != "merged"
+    if config.rollout.sglang.lora == "adapter":
+        raise UserError(
+            f"rollout.sglang.lora=adapter with a {student.model_type} student: SGLang reports that "
+            "it has updated the weights of experts with an adapter, and has not; set "
+            "rollout.sglang.lora=merged"
+        )
+    return False
+
+
 def smallest_tensor(
     architecture: Architecture, dtype: str, gpus: int, memory_gib: float, placement: Placement
 ) -> int:

@@ -10,7 +10,7 @@ are rehearsed (worlds.py).
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -25,10 +25,11 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.losses import output_head, torch_ops
 from stable_opd_mcore.losses.output_head import accumulation_dtype
 from stable_opd_mcore.metrics import Metrics, Sum
-from stable_opd_mcore.models.weights import iter_hf_tensors
+from stable_opd_mcore.models.lora import base_only
+from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.planning.planned_run import PRIVILEGED_TOKENS
-from stable_opd_mcore.planning.topology import WEIGHT_BUCKET_BYTES
+from stable_opd_mcore.planning.topology import WEIGHT_BUCKET_BYTES, sends_adapter
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
 from stable_opd_mcore.rehearsal.fake_world import fake_world
@@ -144,15 +145,18 @@ class _Engine(RolloutEngine):
     def publish(self, weight_version: int) -> None:
         """Gather every tensor over this replica, and pack the buckets on the sending rank."""
         self.weight_version = weight_version
-        if not self._inputs.config.rollout.has_servers or self._world.data_rank > 0:
+        config = self._inputs.config
+        if not config.rollout.has_servers or self._world.data_rank > 0:
             return
-        if self._world.rank > 0:
-            for _ in iter_hf_tensors(self._chunks):
-                pass
-            return
-        dtype = torch.bfloat16 if self._inputs.config.train.precision == "bf16" else torch.float32
-        buckets = make_buckets(self._chunks, dtype, WEIGHT_BUCKET_BYTES, self._buffers)
-        self.published_bytes = sum(bucket.flat.numel() for bucket in buckets)
+        is_adapter = sends_adapter(config, architecture_of(self._chunks))
+        with base_only(self._chunks) if is_adapter else nullcontext():
+            if self._world.rank > 0:
+                for _ in iter_hf_tensors(self._chunks):
+                    pass
+                return
+            dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+            buckets = make_buckets(self._chunks, dtype, WEIGHT_BUCKET_BYTES, self._buffers)
+            self.published_bytes = sum(bucket.flat.numel() for bucket in buckets)
 
 
 @contextmanager

@@ -116,6 +116,8 @@ class Generation(Request[Completion]):
     padded_vocab_size: int = 0  # rows of the served model; ids from vocab_size on are not sampled
     routing: Routing | None = None  # ask for the experts that the server chose
     num_sampled: int = 0  # how many of token_ids, at their end, begin the turn
+    # the server's name of the low-rank factors that answer; None: its weights without any
+    adapter: str | None = None
 
     @property
     def max_reply_bytes(self) -> int:
@@ -142,6 +144,7 @@ class Generation(Request[Completion]):
             },
             "return_logprob": True,
             "return_routed_experts": self.routing is not None,
+            "lora_path": self.adapter,
         }
 
 
@@ -158,6 +161,7 @@ class Scoring(Request[SequenceScores]):
     top_k: int = 0
     extra_ids: tuple[int, ...] = ()  # also score these ids at every position
     any_top_id: bool = False  # accept ids of padding rows in the top-K lists
+    adapter: str | None = None  # see Generation
 
     @property
     def max_reply_bytes(self) -> int:
@@ -176,6 +180,7 @@ class Scoring(Request[SequenceScores]):
             "token_ids_logprob": list(self.extra_ids) or None,
             "return_flat_raw_top_logprobs": self.top_k > 0,
             "return_flat_raw_top_logprobs_b64": self.top_k > 0,
+            "lora_path": self.adapter,
         }
 
 

@@ -50,7 +50,7 @@ CASES = {  # check, sections -> severity and the two values
         sampling.rounded_factors,
         {
             "student": {"lora": {"rank": 8}},
-            "rollout": {"engine": "sglang"},
+            "rollout": {"engine": "sglang", "sglang": {"lora": "merged"}},
             "train": {"precision": "bf16"},
             "fault": {"watchdog_minutes": None},
         },

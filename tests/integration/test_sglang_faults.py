@@ -22,12 +22,21 @@ pytestmark = [needs_sglang, pytest.mark.cluster]
 STEPS = 5
 
 
-def test_killed_and_stopped_servers_lose_no_step(tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "of_sync"),
+    [
+        ((), "POST /update_weights_from"),
+        (("student.lora.rank=4", "optimizer.lr=0.02"), "POST /flush_cache"),  # an adapter follows
+    ],
+    ids=["weights", "factors"],
+)
+def test_killed_and_stopped_servers_lose_no_step(tmp_path, settings, of_sync):
     """SIGKILL to one server while it generates and to the other during a sync, then SIGSTOP."""
     command = training_command(
         tmp_path,
         "faults",
         *LARGER,
+        *settings,
         f"train.steps={STEPS}",
         "sampling.max_new_tokens=150",
         "rollout.sglang.num_servers=2",
@@ -44,7 +53,7 @@ def test_killed_and_stopped_servers_lose_no_step(tmp_path):
         os.killpg(first, signal.SIGKILL)
 
         _await_step(process, run, 2)
-        process.wait_until(new_line(logs[1], "POST /update_weights_from"), "sync")
+        process.wait_until(new_line(logs[1], of_sync), "sync")
         os.killpg(second, signal.SIGKILL)
 
         _await_step(process, run, 4)

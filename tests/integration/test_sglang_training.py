@@ -216,6 +216,7 @@ def test_episodes_go_on_over_publishes(tmp_path, pair):
     assert all(each == sorted(set(each)) for each in versions)
     assert sum(row["environment/steps"] for row in rows(run)) > 0
     factors = ("train.steps=3", "optimizer.lr=0.02", "student.lora.rank=4", "kl.beta=0")
+    factors += ("rollout.sglang.lora=merged",)
     run = train(tmp_path, "factors", *factors, *settings, ranks=2)
     assert max(row["logprob/rollout_gap_max"] for row in rows(run)) < 1e-4
     assert rows(run)[-1]["grad_norm"] > 0

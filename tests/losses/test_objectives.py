@@ -147,6 +147,7 @@ def test_settings_of_the_reference_need_its_kl(changes):
         ),
         ({"objective__jsd_beta": 0.3, "objective__name": "gkd"}, "it needs objective.divergence=j"),
         ({"rollout__importance_threshold": 3.0}, "it needs rollout.importance_correction; drop it"),
+        ({"rollout__sglang__lora": "merged"}, "it needs student.lora; drop it"),
         ({"kl__estimator": "k3"}, "kl.estimator=k3 would have no effect: it needs kl"),
         ({"kl__beta": 0.1, "reference__decay": 0.9}, "it needs reference.update=ema"),
         ({"kl__beta": 0.1, "reference__every": 7}, "it needs reference.update=every"),

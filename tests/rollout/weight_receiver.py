@@ -3,12 +3,14 @@
     with receiver(fields) as url: ...
 
 It waits before it copies a bucket, as a server under load does, so the checksums show a sender that
-overwrites the bucket too early. Holds tensors in a dict: no model, no SGLang, nothing is generated.
+overwrites the bucket too early. Holds tensors in a dict: no SGLang, nothing is generated. Sequences
+are scored by transformers' model, whose matrices are merged with the adapter that a request names.
 On a GPU it takes buckets by CUDA IPC and NCCL and hashes as SGLang does there.
 """
 
 import base64
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -48,6 +50,7 @@ def receiver(
         fault: "refuses group" or "refuses broadcast", after joining the group; or
             "keeps cache": it replies that it has flushed the cache, and has not; or
             "leaves slowly": half a second for leaving a group; or
+            "forgets adapters": it scores without them; or
             "dies": killed with the handles of a bucket open, before its reply.
     """
     context = preloaded_context()
@@ -71,8 +74,8 @@ def _serve(
     state = _State(fields, loses, fault, device)
 
     def reply(request: Request) -> tuple[int, bytes]:
-        route = request.path.strip("/").partition("?")[0]
-        body = json.loads(request.body)
+        route = request.path.strip("/").partition("?")[0].replace("/", "_")
+        body = json.loads(request.body or "null")
         if route.startswith("update_weights_from"):
             assert (body["flush_cache"], body["weight_version"]) == (False, "incomplete")
         found = getattr(state, route)(body)
@@ -97,10 +100,54 @@ class _State:
         self._group: dist.ProcessGroup | None = None
         self._in_session = False
         self._cached: list[int] = []  # the newest prompt
+        self._adapters: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        if "logprob_start_len" in body:
+            return self._scores(body)
         cached, self._cached = self._cached, body["input_ids"]
         return {"meta_info": {"cached_tokens": len(cached) if cached == self._cached else 0}}
+
+    def _scores(self, body: dict[str, Any]) -> dict[str, Any]:
+        import transformers  # here, because it takes seconds and few receivers score
+
+        fields = dict(self._architecture.source)
+        config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        weights = {name: tensor.float() for name, tensor in self._tensors.items()}
+        if body["lora_path"] is not None and self._fault != "forgets adapters":
+            settings, factors = self._adapters[body["lora_path"]]
+            for name, a_RI in factors.items():
+                if "lora_A" in name:
+                    matrix = name.removeprefix("base_model.model.").replace(".lora_A", "")
+                    product = factors[name.replace("lora_A", "lora_B")].float() @ a_RI.float()
+                    scaled = settings["lora_alpha"] / settings["r"] * product
+                    weights[matrix] = weights[matrix] + scaled
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            (logits_TV,) = model.eval()(torch.tensor([body["input_ids"]])).logits
+        start = body["logprob_start_len"]
+        pairs = zip(logits_TV.log_softmax(1)[start:], body["input_ids"][start + 1 :], strict=False)
+        scored = [[float(row_V[token]), token, None] for row_V, token in pairs]
+        return {"meta_info": {"input_token_logprobs": [[None, 0, None], *scored]}}
+
+    def v1_models(self, _: None) -> dict[str, Any]:
+        return {"data": [{"id": name} for name in ("model", *self._adapters)]}
+
+    def unload_lora_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
+        del self._adapters[body["lora_name"]]
+        return {"success": True}
+
+    def load_lora_adapter_from_tensors(self, body: dict[str, Any]) -> dict[str, Any]:
+        (payload,) = body["serialized_named_tensors"]
+        tensors = pickle.loads(base64.b64decode(payload))
+        assert not self._adapters, "the pool of a server has one place"
+        assert body["expected_checksums"] == {
+            name: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, tensor in tensors.items()
+        }
+        self._adapters[body["lora_name"]] = body["config_dict"], tensors
+        return {"success": True}
 
     def abort_request(self, body: dict[str, Any]) -> None:
         pass

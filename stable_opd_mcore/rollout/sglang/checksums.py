@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stable_opd_mcore.models.families import Architecture
 
+Checksums = dict[str, str]  # of one tensor rank: by SGLang's name of a parameter
 _FUSED = {  # part of our name -> (part of SGLang's name, the fused parts in order)
     part: (fused, parts)
     for fused, parts in {
@@ -44,7 +45,7 @@ _UNTRAINED = "visual."  # a server's parameters for which the trainer has no ten
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 # SGLang pads these with zeros to a multiple
 _VOCABULARY_MULTIPLE = 64  # the vocabulary's rows
-_CPU_MLP_MULTIPLE = 32  # each rank's width of an MLP and of an expert, on a CPU
+CPU_MLP_MULTIPLE = 32  # each rank's width of an MLP and of an expert, on a CPU
 
 
 def name_on_server(name: str, architecture: Architecture) -> str:
@@ -65,9 +66,9 @@ class ExpectedChecksums:
         self._architecture = architecture
         self._size = tensor_size
         self._hash = gpu_hash if on_gpu else cpu_hash
-        self._mlp_multiple = 1 if on_gpu else _CPU_MLP_MULTIPLE * tensor_size
+        self._mlp_multiple = 1 if on_gpu else CPU_MLP_MULTIPLE * tensor_size
         self._parts: dict[str, dict[str, Tensor]] = {}  # incomplete fused parameters
-        self.per_rank: list[dict[str, str]] = [{} for _ in range(tensor_size)]
+        self.per_rank: list[Checksums] = [{} for _ in range(tensor_size)]
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor in the server's precision; keep it as it is until its partners are added."""

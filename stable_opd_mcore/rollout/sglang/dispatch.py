@@ -42,6 +42,7 @@ from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import (
     ATTEMPTS,
+    RefusedRequest,
     ServerFailure,
     SglangClient,
     pause_seconds,
@@ -177,7 +178,7 @@ class Dispatcher:
 
     def _request(self, sent: _Sent) -> None:
         delay = 0.0 if sent.attempt == 1 else pause_seconds(sent.attempt - 1)
-        request = sent.prompt.next_request(sent.sample)
+        request = sent.prompt.next_request(sent.sample, sent.member)
         reply = sent.client.submit(request, delay_seconds=delay)
         reply.add_done_callback(partial(self._replied, sent))
 
@@ -245,7 +246,7 @@ class Dispatcher:
     def _replied(self, sent: _Sent, reply: Future[Completion]) -> None:
         with self._changed:
             try:
-                failure = self._failure_of(sent.client, reply)
+                failure = self._failure_of(sent, reply)
                 if failure is None:
                     self._take(sent, reply.result())
                 elif sent.client is not sent.member.client:  # its member has failed
@@ -263,16 +264,21 @@ class Dispatcher:
                 self._error = self._error or error
             self._ended(sent.member)
 
-    def _failure_of(self, client: SglangClient, reply: Future[Completion]) -> ServerFailure | None:
+    def _failure_of(self, sent: _Sent, reply: Future[Completion]) -> ServerFailure | None:
         """Why a reply is of no use; other errors are raised."""
         try:
             piece = reply.result()
         except ServerFailure as failure:
             return failure
+        except RefusedRequest as refusal:
+            if (adapter := sent.member.adapter) is None or adapter not in str(refusal):
+                raise
+            detail = f"it has lost the adapter, as after a restart: {refusal}"
+            return ServerFailure(sent.client.url, "status", detail)
         if self._is_paused or piece.has_tokens:
             return None
         detail = "before the first token, and not by this run"
-        return ServerFailure(client.url, "aborted", detail, transient=True)
+        return ServerFailure(sent.client.url, "aborted", detail, transient=True)
 
     def _fail(self, sent: _Sent, failure: ServerFailure) -> None:
         """Take a member out of use whose replies stay unusable; this may take seconds."""

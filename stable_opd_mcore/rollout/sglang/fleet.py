@@ -49,6 +49,9 @@ class Member:
     has_answered: bool = False  # a request or a probe; before, it may be compiling kernels
     missed_probes: int = 0
     life: int = 0  # the number of failures so far; each ends the server's process groups
+    # its name of the student's low-rank factors, which each request for the student must give: a
+    # request without it is answered by the frozen weights; None: the weights have them
+    adapter: str | None = None
 
     def reconnect(self) -> None:
         """Fail the requests in flight; later requests use new connections."""
@@ -129,11 +132,11 @@ class Fleet:
             while self._is_awaited(member):
                 self._await(member)
 
-    def weights_arrived(self, member: Member) -> None:
+    def weights_arrived(self, member: Member, adapter: str | None = None) -> None:
         """Make a member ready: it has the current weights, verified."""
         with self._lock:
             if member.state == "needs_weights":
-                member.state = "ready"
+                member.state, member.adapter = "ready", adapter
 
     def weights_outdated(self, member: Member) -> None:
         """Send a member no request until it has the current weights."""

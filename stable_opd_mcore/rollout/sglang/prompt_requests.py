@@ -52,8 +52,8 @@ class PromptRequests:
         """The server that has computed most of the sample's context."""
         return self.last_members.get(sample, self.member)
 
-    def next_request(self, sample: int) -> Generation:
-        """What asks for the sample's next tokens."""
+    def next_request(self, sample: int, member: Member) -> Generation:
+        """What asks a server for the sample's next tokens."""
         request, episode = self.request, self.episodes[sample]
         left = episode.budget(request.sampling, self.window)
         return replace(
@@ -61,6 +61,7 @@ class PromptRequests:
             token_ids=episode.context,
             sampling=replace(request.sampling, max_new_tokens=left),
             num_sampled=episode.turns[-1].num_tokens,
+            adapter=member.adapter,
         )
 
     def extended(self, sample: int, piece: Completion) -> Episode:

@@ -1,10 +1,12 @@
 """The student's weights on all servers, sent again to those that they did not reach.
 
+They are sent whole (sync.py), or as low-rank factors for the frozen weights (adapter_sync.py).
 Global rank 0 sends to all servers; through shared memory each data-parallel rank sends to the
 servers that it started. A server that several leaders share lacks the weights as long as any of
 them says so.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,14 +14,21 @@ import torch
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, gather_objects
-from stable_opd_mcore.planning.topology import WEIGHT_BUCKET_BYTES, server_dtype
+from stable_opd_mcore.planning.topology import (
+    WEIGHT_BUCKET_BYTES,
+    sends_adapter,
+    server_dtype,
+)
+from stable_opd_mcore.rollout.sglang.adapter_sync import AdapterSync
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
-from stable_opd_mcore.rollout.sglang.sync import push_once
+from stable_opd_mcore.rollout.sglang.sync import Outcome, push_once
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport
 from stable_opd_mcore.serving.client import SglangClient
 
+_log = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 8  # attempts at one publish; external servers have no restarts that could run out
 _MAX_SPARED = 5  # attempts that spare servers whose process group another server broke
 
@@ -64,6 +73,16 @@ class Publisher:
 
     def __post_init__(self) -> None:
         self._num_pushes = 0
+        self._dtype: torch.dtype = getattr(torch, server_dtype(self.config))
+        self._adapters: AdapterSync | None = None
+        if sends_adapter(self.config, architecture_of(self.chunks)):
+            self._adapters = AdapterSync(self.chunks, self.world, self._dtype, WEIGHT_BUCKET_BYTES)
+        elif self.config.student.lora and self._dtype != torch.float32 and self.world.rank == 0:
+            _log.warning(
+                "servers receive matrices that are merged with the low-rank factors and rounded to "
+                "bf16, which loses most of what young factors add: logprob/rollout_gap_mean shows "
+                "how far the sampler lags behind the student"
+            )
 
     def publish(self, version: int, *, resent: bool) -> tuple[str | None, int]:
         """Send until every server has the weights or some fleet is lost. Collective.
@@ -116,32 +135,48 @@ class Publisher:
             is_sender = sender == self.world.data_rank
             if self.config.is_colocated:
                 self.memory.bring("student")
-            result = push_once(
-                self.chunks,
-                [status for status in statuses if is_sender and status.sender == sender],
-                self.transport if is_sender else None,
-                version=version,
-                label=f"{version}-{self._num_pushes}",
-                dtype=getattr(torch, server_dtype(self.config)),
-                bucket_bytes=WEIGHT_BUCKET_BYTES,
-            )
+            targets = [status for status in statuses if is_sender and status.sender == sender]
+            result = self._push_from(targets, self.transport if is_sender else None, version)
             outcome |= dict.fromkeys(result.verified) | result.failed
             num_bytes += result.num_bytes
         everywhere = gather_objects(outcome)
         return {name: why for each in everywhere for name, why in each.items()}, num_bytes
+
+    def _push_from(
+        self, targets: Sequence[Target], transport: Transport | None, version: int
+    ) -> Outcome:
+        """Send these servers the version, from this replica."""
+        label = self._label(version)
+        if self._adapters is not None:
+            return self._adapters.push(targets, transport, version=version, label=label)
+        return push_once(
+            self.chunks,
+            targets,
+            transport,
+            version=version,
+            label=label,
+            dtype=self._dtype,
+            bucket_bytes=WEIGHT_BUCKET_BYTES,
+        )
+
+    def _label(self, version: int) -> str:
+        """Unique to the present push, and the same on every rank."""
+        return f"{version}-{self._num_pushes}"
 
     def _apply(
         self, outcome: dict[str, str | None], version: int, resent: bool, spare_healthy: bool
     ) -> None:
         """Update the fleet's members after sending. `spare_healthy` sends a healthy server the
         weights again, because the fault may be another server's or the network's."""
-        events = self.fleet.events
+        events, adapter = self.fleet.events, None
+        if self._adapters is not None:
+            adapter = self._adapters.name_of(self._label(version))
         for member in self.fleet.members:
             if member.name not in outcome:
                 continue
             reason = outcome[member.name]
             if reason is None:
-                self.fleet.weights_arrived(member)
+                self.fleet.weights_arrived(member, adapter)
                 events.add("published", member.name, f"version {version}")
                 if resent:
                     events.add("resent", member.name, f"version {version}")

@@ -11,8 +11,10 @@ from typing import Any
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.planning.topology import MEMORY_SHARES, server_dtype
+from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.models.tensors import hf_shapes
+from stable_opd_mcore.planning.topology import MEMORY_SHARES, sends_adapter, server_dtype
+from stable_opd_mcore.rollout.sglang.checksums import CPU_MLP_MULTIPLE
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.command import ServerOptions
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
@@ -28,7 +30,12 @@ def server_options(
     *,
     dummy_weights: bool = True,
 ) -> ServerOptions:
-    """The options of the run's server `number`."""
+    """The options of the run's server `number`.
+
+    Args:
+        model: a directory with its config.json.
+        dummy_weights: it serves the student, whose weights the run sends.
+    """
     sglang = config.rollout.sglang
     is_colocated = sglang.placement == "colocated"
     return ServerOptions(
@@ -47,8 +54,33 @@ def server_options(
         arguments=(
             *sglang.arguments,
             *(["--enable-return-routed-experts"] if config.rollout.routing_replay else []),
+            *(_adapter_arguments(config, model, tensor, device) if dummy_weights else []),
         ),
     )
+
+
+def _adapter_arguments(config: Config, model: Path, tensor: int, device: str) -> list[str]:
+    """SGLang's arguments for the student's low-rank factors, where they are sent as an adapter."""
+    lora = config.student.lora
+    if lora is None or not sends_adapter(config, student := read_architecture(model)):
+        return []
+    if device == "cpu" and student.ffn_hidden_size % (CPU_MLP_MULTIPLE * tensor):
+        raise UserError(
+            f"student.lora: SGLang on a CPU pads an MLP of width {student.ffn_hidden_size} to a "
+            f"multiple of {CPU_MLP_MULTIPLE * tensor}, which the factors do not fit; set "
+            "rollout.sglang.lora=merged"
+        )
+    shapes = hf_shapes(student)
+    matrices = [name for name in shapes if ".layers." in name and len(shapes[name]) == 2]
+    modules = {name.split(".")[-2] for name in matrices}
+    arguments = [
+        "--enable-lora",
+        *("--max-lora-rank", str(lora.rank)),
+        *("--lora-target-modules", *sorted(modules)),
+        *("--max-loras-per-batch", "2"),  # one, and none: a health probe names no adapter
+        "--lora-strict-loading",  # refuses factors of unknown matrices instead of ignoring them
+    ]
+    return [*arguments, "--lora-backend", "torch_native"] if device == "cpu" else arguments
 
 
 def write_model_config(architecture: Architecture, directory: Path) -> Path:

@@ -15,8 +15,8 @@ theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.nn import Module
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.rollout.sglang.checksums import (
+    Checksums,
     ExpectedChecksums,
     differences,
     dtype_on_server,
@@ -46,6 +47,8 @@ class Outcome:
     verified: tuple[str, ...]  # servers that have the weights
     failed: dict[str, str]  # the other servers, and why
     num_bytes: int
+    # by a server's number of tensor ranks: the checksums that each rank must report
+    checksums: Mapping[int, Sequence[Checksums]] = field(default_factory=dict)
 
 
 def push_once(
@@ -53,12 +56,12 @@ def push_once(
     targets: Sequence[Target],
     transport: Transport | None,
     *,
-    version: int,
+    version: int | None,
     label: str,
     dtype: torch.dtype,
     bucket_bytes: int,
 ) -> Outcome:
-    """Send `targets` the weights and stamp the version on them.
+    """Send `targets` the weights and stamp the version on them; None: another push will.
 
     Collective over the tensor and pipeline ranks of one replica, and over those that hold other
     experts of the same layers (World.coupled_replicas).
@@ -72,11 +75,11 @@ def push_once(
         _gather(chunks)  # the sender sends
         _gather(chunks)  # the sender verifies
         return Outcome((), {}, 0)
-    sessions: dict[str, _Session] = {}
+    sessions: dict[str, _UpdateSession] = {}
     unreachable: dict[str, str] = {}
     if transport.is_sender:
         probe = [0] * min(_PROBE_TOKENS, architecture_of(chunks).max_positions - 1)
-        sessions, unreachable = ask_all(targets, lambda t: _Session(t.client, probe))
+        sessions, unreachable = ask_all(targets, lambda t: _UpdateSession(t.client, probe))
         targets = [target for target in targets if target.name in sessions]
     transport.open(targets, label)
     transport.failed |= unreachable
@@ -88,10 +91,10 @@ def push_once(
         _gather(chunks)  # the sender verifies
         return Outcome((), {}, 0)
     transport.close()
-    _verify_all(transport, sessions, chunks, dtype, version)
+    checksums = _verify_all(transport, sessions, chunks, dtype, version)
     transport.clean_up()
     verified = tuple(target.name for target in transport.alive)
-    return Outcome(verified, dict(transport.failed), num_bytes)
+    return Outcome(verified, dict(transport.failed), num_bytes, checksums)
 
 
 def _gather(chunks: Sequence[Module]) -> None:
@@ -132,12 +135,13 @@ def make_buckets(
 
 def _verify_all(
     transport: Transport,
-    sessions: dict[str, _Session],
+    sessions: dict[str, _UpdateSession],
     chunks: Sequence[Module],
     dtype: torch.dtype,
-    version: int,
-) -> None:
-    """End every session, compare checksums, and stamp the version on the servers that match."""
+    version: int | None,
+) -> dict[int, list[Checksums]]:
+    """End every session, compare checksums, and stamp the version on the servers that match.
+    Returns the checksums: see `Outcome`."""
     alive = transport.alive
     on_gpu = next(chunks[0].parameters()).is_cuda  # servers run on the trainer's kind of device
     expected = {
@@ -150,15 +154,19 @@ def _verify_all(
             checksums.add(name, tensor.to(dtype_on_server(name, dtype)))
     answers, failed = finish.result()
 
-    def stamp(target: Target) -> None:
-        of_ranks = expected[target.tensor].per_rank
-        sessions[target.name].stamp(answers[target.name], of_ranks, version)
+    def accept(target: Target) -> None:
+        of_ranks, answer = expected[target.tensor].per_rank, answers[target.name]
+        if reason := difference(answer, of_ranks):
+            raise target.client.garbage(f"after the sync {reason}")
+        if version is not None:
+            stamp(target.client, version)
 
-    _, unverified = ask_all([target for target in alive if target.name in answers], stamp)
+    _, unverified = ask_all([target for target in alive if target.name in answers], accept)
     transport.failed |= failed | unverified
+    return {size: checksums.per_rank for size, checksums in expected.items()}
 
 
-class _Session:
+class _UpdateSession:
     """The requests around an update of one server, which takes it between begin and end only."""
 
     def __init__(self, client: SglangClient, probe: Sequence[int]) -> None:
@@ -171,7 +179,7 @@ class _Session:
         """
         self._client = client
         self._probe = probe
-        self._repeatable("/abort_request", {"rid": "", "abort_all": True})
+        abort_all(client)
         client.cached_tokens(probe)
         try:
             self._move("/begin_weight_update")
@@ -183,40 +191,61 @@ class _Session:
         """End the update, flush the cache and verify that it is empty; returns the server's reply
         with its checksums."""
         self._move("/end_weight_update")
-        # the server waits for up to 5 s until the aborted requests have ended
-        reply = self._repeatable("/flush_cache?timeout=5", {})
-        if not str(reply).startswith("Cache flushed"):
-            raise self._client.garbage(f"/flush_cache: {reply!r}")
+        flush(self._client)
         if cached := self._client.cached_tokens(self._probe):  # keys of the old weights
             detail = f"{cached} tokens of the probe are cached after /flush_cache"
             raise self._client.garbage(detail)
-        return self._repeatable("/weights_checker", {"action": "checksum"}, timeouts.CHECKSUMS)
-
-    def stamp(self, answer: Any, expected: Sequence[dict[str, str]], version: int) -> None:
-        """Stamp the version on the server if its checksums are the expected ones; else raise."""
-        client = self._client
-        try:
-            by_rank = {
-                rank["parallelism_info"][0]["tp_rank"]: rank["checksums"]
-                for rank in answer["ranks"]
-            }
-        except (KeyError, TypeError, IndexError) as error:
-            raise client.garbage(f"not checksums: {error!r}") from error
-        if sorted(by_rank) != list(range(len(expected))):
-            raise client.garbage(f"checksums of ranks {sorted(by_rank)}, expected {len(expected)}")
-        for rank, checksums in enumerate(expected):
-            if names := differences(checksums, by_rank[rank]):
-                raise client.garbage(
-                    f"after the sync {len(names)} of {len(checksums)} parameters of rank {rank} "
-                    f"differ from the trainer's, e.g. {', '.join(names[:3])}"
-                )
-        stamp = {"new_version": str(version), "abort_all_requests": False}
-        self._repeatable("/update_weight_version", stamp)
+        return reported_checksums(self._client)
 
     def _move(self, path: str) -> None:
         self._client.call("POST", path, {}, timeouts.UPDATE)
 
-    def _repeatable(
-        self, path: str, body: dict[str, Any], seconds: float = timeouts.QUESTION
-    ) -> Any:
-        return self._client.call("POST", path, body, seconds, attempts=ATTEMPTS)
+
+# ---- requests that may be repeated; they raise ServerFailure or RefusedRequest
+
+
+def abort_all(client: SglangClient) -> None:
+    _repeat(client, "/abort_request", {"rid": "", "abort_all": True})
+
+
+def flush(client: SglangClient) -> None:
+    """Empty the cache, once the aborted requests have ended, for which the server waits 5 s."""
+    reply = _repeat(client, "/flush_cache?timeout=5", {})
+    if not str(reply).startswith("Cache flushed"):
+        raise client.garbage(f"/flush_cache: {reply!r}")
+
+
+def reported_checksums(client: SglangClient) -> Any:
+    """The server's reply with the checksums of its weights, for `difference`."""
+    return _repeat(client, "/weights_checker", {"action": "checksum"}, timeouts.CHECKSUMS)
+
+
+def stamp(client: SglangClient, version: int) -> None:
+    """Have the server state the version from now on."""
+    body = {"new_version": str(version), "abort_all_requests": False}
+    _repeat(client, "/update_weight_version", body)
+
+
+def _repeat(
+    client: SglangClient, path: str, body: dict[str, Any], seconds: float = timeouts.QUESTION
+) -> Any:
+    return client.call("POST", path, body, seconds, attempts=ATTEMPTS)
+
+
+def difference(answer: Any, expected: Sequence[Checksums]) -> str | None:
+    """How a server's checksums differ from those that its ranks must have; None: they do not."""
+    try:
+        by_rank = {
+            rank["parallelism_info"][0]["tp_rank"]: rank["checksums"] for rank in answer["ranks"]
+        }
+    except (KeyError, TypeError, IndexError) as error:
+        return f"its reply is not checksums: {error!r}"
+    if sorted(by_rank) != list(range(len(expected))):
+        return f"there are checksums of ranks {sorted(by_rank)}, expected {len(expected)}"
+    for rank, checksums in enumerate(expected):
+        if names := differences(checksums, by_rank[rank]):
+            return (
+                f"{len(names)} of {len(checksums)} parameters of rank {rank} differ from the "
+                f"trainer's, e.g. {', '.join(names[:3])}"
+            )
+    return None

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.metrics import Sum
 from stable_opd_mcore.records import Rollout, Segment, SequenceScores
@@ -20,6 +22,7 @@ from stable_opd_mcore.rollout.sglang import dispatch
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests
+from stable_opd_mcore.serving.client import RefusedRequest
 from stable_opd_mcore.serving.requests import Generation
 from tests.rollout.sglang.abortable_server import (
     AbortableServer,
@@ -29,7 +32,7 @@ from tests.rollout.sglang.abortable_server import (
     talked,
 )
 from tests.rollout.sglang.test_fleet import fleet_of
-from tests.serving.http_server import http_server
+from tests.serving.http_server import Request, http_server
 
 RESPONSE = {
     "output_ids": [2],
@@ -297,6 +300,28 @@ def test_a_failing_servers_requests_go_to_the_other_server(tmp_path, monkeypatch
     kinds = happened(tmp_path)
     assert kinds.index("retried") < kinds.index("failure") < kinds.index("redrawn")
     assert "HTTP 502" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_a_server_without_its_adapter_has_failed(tmp_path):
+    """It was started again between two requests, and refuses the name that each of them gives."""
+    asked: list[str | None] = []
+
+    def refuse(received: Request) -> tuple[int, bytes]:
+        asked.append(json.loads(received.body)["lora_path"])
+        return 400, f"adapter that has never been loaded: {asked[-1]}".encode()
+
+    with http_server(refuse) as lacks_it, http_server(lambda _: GOOD) as answers:
+        fleet = fleet_of(tmp_path, lacks_it, answers)
+        for number, member in enumerate(fleet.members):
+            member.adapter = f"adapter_{number}"
+        assert all(prompt.is_done for prompt in sampled(fleet, [request()] * 4))
+        assert set(asked) == {"adapter_0"}
+        assert [member.state for member in fleet.members] == ["restarting", "ready"]
+        assert "it has lost the adapter" in (tmp_path / "events.jsonl").read_text()
+        fleet = fleet_of(tmp_path, lacks_it)
+        with pytest.raises(RefusedRequest, match="HTTP 400"):
+            sampled(fleet, [request()])
+    assert asked[-1] is None
 
 
 def test_without_a_server_a_job_is_not_done(tmp_path):

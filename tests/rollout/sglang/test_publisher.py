@@ -9,8 +9,9 @@ import pytest
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
-from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.parallel.world import gather_objects, start_world, stop_world
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
@@ -32,7 +33,11 @@ def publish_on_two_ranks(rank: int, _: int, urls: list[str], method: str, folder
         read_architecture(FIELDS), world, precision="fp32", trainable=False, seed=2
     )
     placement = "colocated" if method == "tensor" else "disaggregated"
-    config = run_with(rollout={"engine": "sglang", "sglang": {"placement": placement}})
+    settings: dict[str, Any] = {"engine": "sglang", "sglang": {"placement": placement}}
+    lora = {"rank": 4} if method == "adapter" else None
+    config = run_with(rollout=settings, student={"architecture": {}, "lora": lora})
+    if lora is not None:
+        adapt(chunks, rank=4, alpha=32.0)
     own: Any = SimpleNamespace() if method == "tensor" else None
     mine = [rank] if own else range(len(urls))
     members = [
@@ -41,7 +46,7 @@ def publish_on_two_ranks(rank: int, _: int, urls: list[str], method: str, folder
     events = EventLog(Path(folder) / "events.jsonl")
     fleet = Fleet(members, events)
     transport: Any = TensorTransport(60.0, world.model_group, {})
-    if method == "distributed":
+    if method != "tensor":
         transport = DistributedTransport(60.0, "gloo") if rank == 0 else None
     publisher = Publisher(config, world, chunks, fleet, transport, DeviceMemory())
     for version in range(2):
@@ -49,15 +54,21 @@ def publish_on_two_ranks(rank: int, _: int, urls: list[str], method: str, folder
             fleet.weights_outdated(members[0])  # a shared one still counts as ready on rank 0
         lost, num_bytes = publisher.publish(version, resent=False)
         assert [member.state for member in members] == ["ready"] * len(members)
-        sends = rank == 0 if method == "distributed" else rank == 1 or version == 0
+        sends = rank == 1 or version == 0 if method == "tensor" else rank == 0
         assert (num_bytes > 0, lost) == (sends, None)
+        names = gather_objects([member.adapter for member in members])
+        if method == "adapter":
+            assert names[0] == names[1]
+            assert names[0][0].endswith(f"-{version}-{version + 1}")
+        else:
+            assert names == [[None] * len(members)] * 2
     stop_world()
 
 
-@pytest.mark.parametrize("method", ["distributed", "tensor"])
+@pytest.mark.parametrize("method", ["distributed", "tensor", "adapter"])
 def test_every_leader_learns_that_a_server_has_the_weights(tmp_path, method):
     with receiver(FIELDS) as first, receiver(FIELDS) as second:
-        urls = [first] if method == "distributed" else [first, second]
+        urls = [first, second] if method == "tensor" else [first]
         run_ranks(2, publish_on_two_ranks, urls, method, str(tmp_path))
 
 

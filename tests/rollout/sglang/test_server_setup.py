@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.planning.topology import sends_adapter
 from stable_opd_mcore.rollout.sglang.server_setup import (
     model_config,
     server_options,
@@ -41,6 +43,43 @@ def test_only_colocated_servers_release_their_memory():
     assert (colocated.memory_saver, others.memory_saver) == (True, False)
     assert 0 < colocated.memory_share < 1
     assert others.memory_share is None
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "device", "expected"),
+    [
+        ("qwen2", None, "cuda", "--enable-lora --max-lora-rank 8"),
+        ("qwen2", None, "cpu", "--lora-backend torch_native"),
+        ("qwen2", "merged", "cuda", ""),
+        ("qwen3_moe", None, "cuda", ""),
+    ],
+)
+def test_servers_are_ready_for_the_factors_that_they_will_be_sent(
+    tmp_path, family, lora, device, expected
+):
+    fields = tiny.config(family, intermediate_size=96)
+    config = run_with(
+        student={"architecture": fields, "lora": {"rank": 8}},
+        rollout={"engine": "sglang", "sglang": {"lora": lora}},
+    )
+    model = write_model_config(read_architecture(fields), tmp_path)
+    arguments = " ".join(server_options(config, model, 0, (), 1, device).arguments)
+    assert expected in arguments
+    modules = "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"
+    assert (f"--lora-target-modules {modules} " in arguments) == bool(expected)
+    teacher = server_options(config, model, 0, (), 1, device, dummy_weights=False)
+    assert teacher.arguments == ()
+    if device == "cpu":
+        with pytest.raises(UserError, match=r"width 96 to a multiple of 64.*lora=merged"):
+            server_options(config, model, 0, (), 2, device)
+
+
+def test_experts_are_sent_merged_with_their_factors():
+    student = read_architecture(tiny.config("qwen3_moe"))
+    settings = {"student": {"architecture": {}, "lora": {}}}
+    config = run_with(rollout={"engine": "sglang", "sglang": {"lora": "adapter"}}, **settings)
+    with pytest.raises(UserError, match=r"experts with an adapter.*rollout\.sglang\.lora=merged"):
+        sends_adapter(config, student)
 
 
 def test_a_model_directory_names_the_class_that_sglang_loads(tmp_path):

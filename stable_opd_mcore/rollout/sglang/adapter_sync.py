@@ -1,0 +1,219 @@
+"""One push of a student's low-rank factors to servers that hold its frozen weights.
+
+A server that lacks the frozen weights gets them first, as sync.py sends weights. Their checksums
+are compared before each push, so a server that has started again, or has released its memory, is
+found by what it holds. Then, server by server:
+
+1. abort requests, flush the cache, remove the adapters of earlier pushes
+2. load the factors, with their checksums, as an adapter whose name no other push has
+3. ask for the probabilities of a text through the adapter, and compare them with the trainer's
+4. only then stamp the new version
+
+SGLang copies an adapter to the device when a request first names it, so step 2 does not show that
+it can be used. What does not fit ends the server, which is then restarted as after any failure.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import pickle
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from stable_opd_mcore.models.lora import base_only, form_of, iter_factors
+from stable_opd_mcore.models.peft_directory import adapter_config, tensor_name
+from stable_opd_mcore.models.weights import architecture_of
+from stable_opd_mcore.parallel.world import World, broadcast_object
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.embedded import EmbeddedEngine
+from stable_opd_mcore.rollout.sglang.checksums import Checksums, name_on_server
+from stable_opd_mcore.rollout.sglang.sync import (
+    Outcome,
+    abort_all,
+    difference,
+    flush,
+    push_once,
+    reported_checksums,
+    stamp,
+)
+from stable_opd_mcore.rollout.sglang.transports import Target, Transport, ask_all
+from stable_opd_mcore.serving import timeouts
+from stable_opd_mcore.serving.client import RefusedRequest, SglangClient
+from stable_opd_mcore.serving.requests import Scoring
+
+_PREFIX = "stable-opd-"  # begins the name of every adapter that a run loads
+_TEXT_TOKENS = 8  # of the text that is compared: so many given, and as many sampled
+# Largest mean difference, in nats, between the log-probabilities of trainer and server. Rounding
+# to bf16 accounts for a few hundredths, another adapter or none for more once training has begun.
+_TOLERANCES = {torch.float32: 0.01, torch.bfloat16: 0.25}
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """What every server is sent, and what it must answer."""
+
+    name: str
+    body: Mapping[str, Any]  # of the request that loads it, without the tensors
+    tensors: str  # the pickled factors in base64; a server takes a copy for each tensor rank
+    num_bytes: int  # of the factors
+    text: Rollout  # sampled by the trainer
+
+
+@dataclass(eq=False)
+class AdapterSync:
+    """Pushes the factors of these chunks. All ranks of a replica construct it and push together."""
+
+    chunks: Sequence[Module]
+    world: World
+    dtype: torch.dtype  # the servers'
+    bucket_bytes: int
+
+    def __post_init__(self) -> None:
+        # By a server's number of tensor ranks: the checksums of the frozen weights.
+        self._frozen: dict[int, Sequence[Checksums]] = {}
+        # An external server may still hold adapters of another run.
+        self._run = broadcast_object(secrets.token_hex(4))
+
+    def name_of(self, label: str) -> str:
+        """The servers' name of the adapter of a push."""
+        return f"{_PREFIX}{self._run}-{label}"
+
+    def push(
+        self,
+        targets: Sequence[Target],
+        transport: Transport | None,
+        *,
+        version: int,
+        label: str,
+    ) -> Outcome:
+        """Send `targets` the factors, and before them the frozen weights to those that lack them.
+
+        Collective over the replica's ranks. The sender's outcome counts.
+
+        Args:
+            transport: how frozen weights travel; see `push_once`.
+            label: unique to this push.
+        """
+        is_sender = transport is not None and transport.is_sender
+        lacking, failed = self._lacking(targets) if is_sender else ([], {})
+        num_bytes = 0
+        if broadcast_object(len(lacking), self.world.model_group):
+            with base_only(self.chunks):
+                sent = push_once(
+                    self.chunks,
+                    lacking,
+                    transport,
+                    version=None,
+                    label=label,
+                    dtype=self.dtype,
+                    bucket_bytes=self.bucket_bytes,
+                )
+            failed, num_bytes = failed | sent.failed, sent.num_bytes
+            self._frozen |= sent.checksums
+        adapter = self._adapter(self.name_of(label), is_sender)
+        if adapter is None:
+            return Outcome((), {}, 0)
+        alive = [target for target in targets if target.name not in failed]
+        loaded, refused = ask_all(alive, lambda t: self._load(t, adapter, version))
+        return Outcome(tuple(loaded), failed | refused, num_bytes + adapter.num_bytes)
+
+    def _lacking(self, targets: Sequence[Target]) -> tuple[list[Target], dict[str, str]]:
+        """The servers that do not hold the frozen weights, and why others do not answer."""
+
+        def holds_them(target: Target) -> bool:
+            frozen = self._frozen.get(target.tensor)
+            return frozen is not None and not difference(reported_checksums(target.client), frozen)
+
+        found, failed = ask_all(targets, holds_them)
+        return [target for target in targets if found.get(target.name) is False], failed
+
+    def _adapter(self, name: str, is_sender: bool) -> _Adapter | None:
+        """The present factors, on the sender. Collective over the replica's ranks."""
+        architecture, form = architecture_of(self.chunks), form_of(self.chunks)
+        tensors: dict[str, Tensor] = {}
+        for matrix, a_RI, b_OR in iter_factors(self.chunks):
+            if is_sender:
+                matrix = name_on_server(matrix, architecture)
+                for which, factor in (("A", a_RI), ("B", b_OR)):
+                    own = factor.to("cpu", self.dtype, copy=True).contiguous()
+                    tensors[tensor_name(matrix, which)] = own
+        text = self._sampled_text()
+        if not is_sender:
+            return None
+        body = {
+            "lora_name": name,
+            "config_dict": adapter_config(tensors, int(form["rank"]), form["alpha"], None),
+            "expected_checksums": {key: _sha256(tensor) for key, tensor in tensors.items()},
+        }
+        pickled = base64.b64encode(pickle.dumps(tensors)).decode()
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        return _Adapter(name, body, pickled, num_bytes, text)
+
+    def _sampled_text(self) -> Rollout:
+        """A few tokens of the student in the trainer, with the weights that are sent. Collective
+        over the replica's ranks."""
+        size = architecture_of(self.chunks).vocab_size
+        engine = EmbeddedEngine(self.chunks, self.world, lambda _: "", vocab_size=size)
+        prompt = Prompt("adapter", "", tuple(i * size // _TEXT_TOKENS for i in range(_TEXT_TOKENS)))
+        (text,) = engine.generate([prompt], Sampling(max_new_tokens=_TEXT_TOKENS), step=0)
+        return text
+
+    def _load(self, target: Target, adapter: _Adapter, version: int) -> None:
+        """Replace the server's adapter, compare its answer and stamp the version. Raises
+        ServerFailure."""
+        client = target.client
+        abort_all(client)
+        flush(client)
+        for old in _loaded_adapters(client):  # no request names one any more
+            body = {"lora_name": old}
+            client.call("POST", "/unload_lora_adapter", body, timeouts.UPDATE)
+        copies = {"serialized_named_tensors": [adapter.tensors] * target.tensor}
+        try:
+            body = {**adapter.body, **copies}
+            client.call("POST", "/load_lora_adapter_from_tensors", body, timeouts.BUCKET)
+            gap = self._gap(client, adapter)
+        except RefusedRequest as refusal:
+            raise client.garbage(
+                f"it does not take the student's adapter: {refusal}; start it by `stable-opd serve`"
+                " with this run's student.lora, or set rollout.sglang.lora=merged"
+            ) from refusal
+        if not gap <= _TOLERANCES[self.dtype]:
+            raise client.garbage(
+                f"through the adapter its log-probabilities differ from the trainer's by {gap:.3g} "
+                f"on average, allowed are {_TOLERANCES[self.dtype]:g}"
+            )
+        stamp(client, version)
+
+    def _gap(self, client: SglangClient, adapter: _Adapter) -> float:
+        """The mean difference of the log-probabilities of the trainer's text."""
+        prompt = adapter.text.prompt.token_ids
+        request = Scoring(
+            (*prompt, *adapter.text.token_ids.tolist()),
+            len(prompt),
+            architecture_of(self.chunks).vocab_size,
+            adapter=adapter.name,
+        )
+        scores = client.submit(request, timeouts.UPDATE).result()
+        return float(np.abs(scores.logprobs_L - adapter.text.rollout_logprobs).mean())
+
+
+def _loaded_adapters(client: SglangClient) -> list[str]:
+    """The names of the adapters that runs have loaded, which are listed as models."""
+    reply = client.call("GET", "/v1/models", None, timeouts.QUESTION)
+    try:
+        names = [str(model["id"]) for model in reply["data"]]
+    except (KeyError, TypeError) as error:
+        raise client.garbage(f"/v1/models: {error!r}") from error
+    return [name for name in names if name.startswith(_PREFIX)]
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().data).hexdigest()

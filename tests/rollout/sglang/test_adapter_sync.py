@@ -1,0 +1,63 @@
+"""Low-rank factors on servers that hold the frozen weights; without SGLang."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.lora import adapt, factors_of
+from stable_opd_mcore.rollout.sglang.adapter_sync import AdapterSync
+from stable_opd_mcore.rollout.sglang.sync import Outcome
+from stable_opd_mcore.rollout.sglang.transports import Target, TensorTransport
+from stable_opd_mcore.serving.client import SglangClient
+from tests.integration.sglang_tools import architecture
+from tests.rollout.weight_receiver import receiver
+
+pytestmark = pytest.mark.slow
+
+FIELDS = architecture(tied=False)
+
+
+@pytest.fixture(scope="module")
+def sync(world) -> AdapterSync:
+    fields = read_architecture(FIELDS)
+    chunks = build_model(fields, world, precision="fp32", trainable=False, seed=2)
+    adapt(chunks, rank=4, alpha=8.0)
+    return AdapterSync(chunks, world, torch.float32, 40_000)
+
+
+def push(sync: AdapterSync, urls: Sequence[str], version: int) -> Outcome:
+    torch.manual_seed(version)
+    with torch.no_grad():
+        for factors in factors_of(sync.chunks):
+            for b_OR in factors.B:
+                b_OR.normal_(std=0.2)
+    targets = [Target(f"receiver_{n}", SglangClient(url), 1) for n, url in enumerate(urls)]
+    return sync.push(targets, TensorTransport(60.0), version=version, label=str(version))
+
+
+def test_frozen_weights_are_sent_once_in_a_servers_life(sync):
+    """The receivers' answers are the trainer's with each version's factors, or a push fails."""
+    factors = sum(own.nbytes for each in factors_of(sync.chunks) for own in each.parameters())
+    with receiver(FIELDS) as stays:
+        first, second = (push(sync, [stays], version) for version in range(2))
+        with receiver(FIELDS) as started:
+            third = push(sync, [stays, started], 2)
+        fourth = push(sync, [stays, started], 3)
+    assert [outcome.failed for outcome in (first, second, third)] == [{}] * 3
+    assert third.verified == ("receiver_0", "receiver_1")
+    assert fourth.failed.keys() == {"receiver_1"}
+    frozen = first.num_bytes - factors
+    assert frozen > factors
+    sent = [outcome.num_bytes for outcome in (first, second, third, fourth)]
+    assert sent == [frozen + factors, factors, frozen + factors, factors]
+
+
+def test_a_server_that_answers_without_the_adapter_is_found(sync):
+    with receiver(FIELDS, fault="forgets adapters") as url:
+        outcome = push(sync, [url], 4)
+    assert outcome.verified == ()
+    expected = "through the adapter its log-probabilities differ from the trainer's by"
+    assert expected in outcome.failed["receiver_0"]
