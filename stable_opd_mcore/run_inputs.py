@@ -305,18 +305,19 @@ def refuse_routing_without_experts(config: Config, student: Architecture) -> Non
         )
 
 
-def refuse_restarts(config: Config, rollouts: Sequence[Rollout]) -> None:
-    """Raise UserError for an episode of several contexts with a setting that assumes one."""
+def restart_problem(config: Config, rollouts: Sequence[Rollout]) -> str | None:
+    """What is wrong with an episode of several contexts, for settings that assume one."""
     for rollout in rollouts:
         where = f"prompt {rollout.prompt.prompt_id}: its environment begins a new context"
         if config.objective.discount and any(turn.restarts for turn in rollout.turns[1:]):
-            raise UserError(
+            return (
                 f"{where}, and objective.discount={config.objective.discount:g} would add up the "
                 "advantages of each context on its own, not of the episode; set "
                 "objective.discount=0, or let the environment only continue the context"
             )
         if config.teacher and config.teacher.prompt and any(t.restarts for t in rollout.turns):
-            raise UserError(
+            return (
                 f"{where}, which does not begin with the prompt that teacher.prompt replaces; "
                 "remove teacher.prompt, or let the environment only continue the context"
             )
+    return None

@@ -13,8 +13,9 @@ from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.checks.pair import ModelFiles
 from stable_opd_mcore.data.bridge import Bridge
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import Sample
-from stable_opd_mcore.run_inputs import refuse_restarts
+from stable_opd_mcore.run_inputs import restart_problem
 
 _SHOWN_CHARACTERS = 400  # of one piece
 
@@ -50,7 +51,9 @@ def failing_environments(inputs: RunInputs) -> Iterator[Finding]:
 
 def restarts(inputs: RunInputs) -> None:
     """New contexts with a setting that assumes one; `train` refuses them."""
-    refuse_restarts(inputs.config, [example.rollout for example in inputs.example_episodes])
+    examples = [example.rollout for example in inputs.example_episodes]
+    if problem := restart_problem(inputs.config, examples):
+        raise UserError(problem)
 
 
 def facts(inputs: RunInputs) -> list[str]:

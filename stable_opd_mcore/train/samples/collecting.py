@@ -27,7 +27,7 @@ from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
-from stable_opd_mcore.run_inputs import refuse_restarts, turns_by_environment
+from stable_opd_mcore.run_inputs import restart_problem, turns_by_environment
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.served_scores import begin_scoring
@@ -47,7 +47,6 @@ def collect_samples(
     golden = mark_samples(run, solutions, state)
     wait_for_golden = begin_scoring(run, golden, state.step)  # while the engine samples
     rollouts = sample_rollouts(run, prompts, state.step, timer)
-    refuse_restarts(run.config, rollouts)
     masks, max_new_tokens = run.config.objective.masks, run.sampling.max_new_tokens
     samples = mark_samples(run, rollout_samples(rollouts, masks, max_new_tokens), state)
     wait_for_rollouts = begin_scoring(run, samples, state.step)
@@ -99,23 +98,29 @@ def sample_rollouts(
     with timer.part("wait") if run.config.rollout.has_servers else nullcontext():
         rollouts = run.engine.generate(prompts, run.sampling, step=step)
     rollouts = graded(run.grader, run.world, prompts, rollouts)
-    refuse_failing_environment(run, rollouts)
+    refuse_episodes(run, rollouts)
     return rollouts
 
 
-def refuse_failing_environment(run: Run, rollouts: Sequence[Rollout]) -> None:
-    """End a run whose environments fail in more than half of a step's episodes. Collective."""
+def refuse_episodes(run: Run, rollouts: Sequence[Rollout]) -> None:
+    """End a run on all ranks if more than half of a step's episodes fail in their environment, or
+    one has several contexts and a setting assumes one. Collective.
+    """
     if not run.config.has_environment:
         return
     failures = [each.grading_failure for each in rollouts if each.prompt.environment is not None]
-    own = len(failures), len(failures) - failures.count(None), run.engine.first_failure
-    counts, failed, reasons = zip(*gather_objects(own), strict=True)
+    num_failed = len(failures) - failures.count(None)
+    problem = restart_problem(run.config, rollouts)
+    own = len(failures), num_failed, run.engine.first_failure, problem
+    counts, failed, reasons, problems = zip(*gather_objects(own), strict=True)
     if sum(failed) > sum(counts) / 2:
         reason = next((each for each in reasons if each), "see the log")
         raise UserError(
             f"{sum(failed)} of {sum(counts)} episodes of this step failed in their environment; "
             f"the first one: {reason}; correct it, and continue the run"
         )
+    for found in filter(None, problems):
+        raise UserError(found)
 
 
 def sample_held_out(

@@ -15,6 +15,7 @@ from stable_opd_mcore.host.user_code import read_user_function
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Turn
+from stable_opd_mcore.run_inputs import restart_problem
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.samples import collecting
 from tests.losses.cases import make_config
@@ -127,6 +128,27 @@ def sample_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
         ]
         assert {rollout.reward for rollout in rollouts} == {rank if tensor == 1 else 0}
         stop_world()
+    refuse_on_every_rank(rank, directory)
+
+
+def refuse_on_every_rank(rank: int, directory: Path) -> None:
+    """Episodes on rank 1 end both ranks, which would else wait for each other."""
+    function = directory / f"game{rank}.py"
+    function.write_text("def play(row, seed):\n    yield 'on'\n    return 1.0\n")
+    config = tiny_config(
+        directory, "game", environment={"function": f"{function}:play"}, objective={"discount": 0.9}
+    )
+    played = Rollout(
+        Prompt("p", "", (1, 2), environment=""), 0, (3, 4), (-1, -1), "stop", 0, text=""
+    )
+    turns = tuple(Turn(1, "stop", (7,), restarts=bool(each)) for each in (0, rank))
+    engine = SimpleNamespace(first_failure="boom" if rank else None)
+    run = SimpleNamespace(config=config, engine=engine)
+    failing = [replace(played, grading_failure="error")] * 2 * rank
+    for own, said in (([replace(played, turns=turns)], "begins a new"), (failing, "one: boom")):
+        with pytest.raises(UserError, match=said):
+            collecting.refuse_episodes(run, own)
+    collecting.refuse_episodes(run, [played])
 
 
 def test_each_replica_samples_its_share_and_one_rank_of_it_grades(tmp_path):
@@ -164,8 +186,6 @@ def test_settings_that_assume_one_context_refuse_others(settings, refused):
         rollout = Rollout(
             Prompt(name, "", (1, 2)), 0, (3, 4), (-1, -1), "stop", 0, turns=tuple(turns)
         )
-        if name in refused:
-            with pytest.raises(UserError, match=f"prompt {name}: its environment begins a new"):
-                collecting.refuse_restarts(config, [rollout])
-        else:
-            collecting.refuse_restarts(config, [rollout])
+        problem = restart_problem(config, [rollout])
+        assert (problem is not None) == (name in refused)
+        assert problem is None or problem.startswith(f"prompt {name}: its environment begins a new")
