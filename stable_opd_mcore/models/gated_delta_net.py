@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
@@ -176,7 +177,7 @@ class GatedDeltaNet(MegatronModule):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         *,
-        packed_seq_params: PackedSequences,
+        packed_seq_params: PackedSeqParams,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         assert attention_mask is None, "a mask would hide nothing else in packed sequences"
@@ -184,6 +185,7 @@ class GatedDeltaNet(MegatronModule):
         if has_kernels():
             output = self._by_kernels(inputs, decay, beta, packed_seq_params)
         else:
+            assert isinstance(packed_seq_params, PackedSequences)
             output = self._by_rectangles(inputs, decay, beta, packed_seq_params.buckets)
         return self.finished(output, gates)
 
@@ -245,7 +247,7 @@ class GatedDeltaNet(MegatronModule):
         return from_rectangles(outputs, buckets)
 
     def _by_kernels(
-        self, inputs_TC: Tensor, decay_TV: Tensor, beta_TV: Tensor, packed: PackedSequences
+        self, inputs_TC: Tensor, decay_TV: Tensor, beta_TV: Tensor, packed: PackedSeqParams
     ) -> Tensor:
         from causal_conv1d import causal_conv1d_fn  # pyright: ignore
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore

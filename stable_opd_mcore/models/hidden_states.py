@@ -21,6 +21,7 @@ from torch.nn import ModuleList
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.models.attention import PackedSequences
 from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.gated_delta_net import has_kernels
 from stable_opd_mcore.models.rotary import RotaryByPosition
 from stable_opd_mcore.records import MicroBatch
 
@@ -127,7 +128,7 @@ def _packed_sequences(microbatch: MicroBatch, model: HiddenStatesGPTModel) -> Pa
         "max_seqlen_kv": microbatch.max_seqlen,
     }
     # A gated delta net in plain torch needs rectangles, also with Transformer Engine's attention.
-    has_rectangles = model.architecture.delta_net is not None
+    has_rectangles = model.architecture.delta_net is not None and not has_kernels()
     if has_rectangles or isinstance(model.rotary_pos_emb, RotaryByPosition):
         return PackedSequences.of(microbatch.cu_seqlens, microbatch.positions_T, group, **described)
     if group.size() > 1:  # Transformer Engine needs both; here a sequence's end includes padding

@@ -9,9 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from stable_opd_mcore.models import gated_delta_net
+from stable_opd_mcore.models import gated_delta_net, hidden_states
 from stable_opd_mcore.models.gated_delta_net import delta_rule
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
@@ -88,6 +89,9 @@ def test_kernels_get_what_gives_the_same_hidden_states(
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(gated_delta_net, "has_kernels", lambda: True)
     torch.testing.assert_close(forward_hidden(chunk, batch), expected, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(hidden_states, "has_kernels", lambda: True)
+    chunk.rotary_pos_emb = None  # as with Transformer Engine: nothing reads rectangles
+    assert type(hidden_states._packed_sequences(batch, chunk)) is PackedSeqParams
 
 
 def _convolved(x: Tensor, weight: Tensor, activation: str, seq_idx: Tensor) -> Tensor:
