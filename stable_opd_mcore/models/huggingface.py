@@ -132,19 +132,39 @@ def export_hf(
             have there.
 
     Raises:
-        UserError: a weight is not finite, or the directory cannot be written.
+        UserError: a weight is not finite, `base` cannot be read, or the directory cannot be
+            written. An existing `directory` is untouched.
     """
-    directory = Path(directory)
+    directory, architecture = Path(directory), architecture_of(chunks)
     refuse_non_finite(chunks, f"{directory} is not written")
+    source = None
+    if base is not None and architecture.family.carried:
+        source = _Checkpoint(Path(base))
+        _require_readable(source, architecture, f"{directory} is not written")
     if dist.get_rank() == 0:
-        carried = architecture_of(chunks).family.carried
-        opened = _Checkpoint(Path(base)) if base is not None and carried else nullcontext()
-        with opened as source:
+        with source or nullcontext():
             _write_model(chunks, directory, source, save_tokenizer, max_file_bytes)
     else:
         for _ in iter_hf_tensors(chunks):
             pass
     dist.barrier()
+
+
+def _require_readable(base: _Checkpoint, architecture: Architecture, what: str) -> None:
+    """Raise a UserError on all ranks if rank 0 cannot read what an export copies. Collective."""
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            with base:
+                base.carried(architecture)
+        except UserError as error:
+            problem = str(error)
+    problem = gather_objects(problem)[0]
+    if problem is not None:
+        raise UserError(
+            f"{what}: the tensors that are not trained are copied from the base model, and "
+            f"{problem}. Checkpoints are intact: restore the base model, and start again"
+        )
 
 
 def _write_model(
@@ -161,8 +181,8 @@ def _write_model(
     sizes = {name: math.prod(shape) * types[name].itemsize for name, shape in shapes}
     whole = _typed(chunks, types)
     if base is not None:
-        carried = base.carried_bytes(architecture)
-        sizes |= carried
+        carried = base.carried(architecture)
+        sizes |= {name: base.copy(name).nbytes for name in carried}
         whole = chain(whole, ((name, base.copy(name)) for name in carried))
     try:
         with atomic_directory(directory) as partial:
@@ -311,10 +331,12 @@ class _Checkpoint:
     def dtype(self, name: str) -> str:
         return self._view(name).get_dtype()
 
-    def carried_bytes(self, architecture: Architecture) -> dict[str, int]:
-        """The tensors that belong to other parts of the model, and their bytes."""
+    def carried(self, architecture: Architecture) -> list[str]:
+        """The tensors that belong to other parts of the model; a UserError if one is missing."""
         names = sorted(n for n in self._file_of if n.startswith(architecture.family.carried))
-        return {name: self.copy(name).nbytes for name in names}
+        for name in names:
+            self._view(name)
+        return names
 
     def copy(self, name: str) -> Tensor:
         """A whole tensor as it is in the file."""

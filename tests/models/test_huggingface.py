@@ -3,6 +3,7 @@
 A damaged directory is refused with the file's and the tensor's name before any weight changes.
 """
 
+import json
 import os
 import resource
 import shutil
@@ -206,6 +207,42 @@ def test_failed_export_keeps_the_previous_directory(world: World, tmp_path: Path
         export_hf(chunks, tmp_path / "model")
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shutil.rmtree, "neither model.safetensors nor"),
+        (lambda base: (base / "a.safetensors").unlink(), "a.safetensors: no such file"),
+        (lambda base: os.truncate(base / "a.safetensors", 50), "a.safetensors: not readable"),
+        (
+            lambda base: save_file({"other": torch.ones(1)}, base / "a.safetensors"),
+            "tensor mtp.norm.weight is not in this file",
+        ),
+    ],
+)
+def test_a_base_that_was_damaged_since_the_start_ends_an_export(
+    damage, message: str, world: World, tmp_path: Path
+) -> None:
+    """An older export stays, and the same call writes the new one once the base is there again."""
+    base, out, mtp = tmp_path / "base", tmp_path / "out", {"mtp.norm.weight": torch.ones(3)}
+    chunks = build_model(tiny.architecture("qwen3_5"), world)
+
+    def write_base() -> None:
+        base.mkdir(exist_ok=True)
+        save_file(mtp, base / "a.safetensors")
+        (base / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(mtp, "a.safetensors")}))
+
+    write_base()
+    export_hf(chunks, out, base=base)
+    damage(base)
+    with pytest.raises(UserError, match=rf"out is not written: .*{message}.* restore the base"):
+        export_hf(chunks, out, base=base)
+    assert torch.equal(load_file(out / "model.safetensors")["mtp.norm.weight"], torch.ones(3))
+    mtp["mtp.norm.weight"] += 1
+    write_base()
+    export_hf(chunks, out, base=base)
+    assert torch.equal(load_file(out / "model.safetensors")["mtp.norm.weight"], 1 + torch.ones(3))
 
 
 def test_non_finite_weights_are_neither_loaded_nor_exported(

@@ -76,6 +76,8 @@ def _check_layouts(rank: int, world_size: int, path: Path) -> None:
         if layout == "TP2":
             with pytest.raises(UserError, match=r"parallel.sequence=true"):
                 build_model(MODELS[MOE], world)
+            with pytest.raises(UserError, match=r"gone: neither .* restore the base model"):
+                export_hf(build_model(MODELS[DELTA], world), path / "new", base=path / "gone")
         if layout == "TP2xPP2+SP":
             (chunk,) = build_model(MODELS[QWEN3], world)
             with pytest.raises(ValueError, match=r"of 7 tokens cannot be cut over 2 .* of 2"):
