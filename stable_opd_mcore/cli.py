@@ -395,7 +395,3 @@ def main() -> None:
             raise
         typer.echo(f"error: {path}: {error.strerror}", err=True)
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

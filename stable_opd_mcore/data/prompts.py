@@ -121,11 +121,7 @@ class PromptSet:
         kept: list[int] = []
         for index, row in enumerate(rows):
             _refuse_control_tokens(row, tokenizer, golden)
-            if not len(prompts[index]):
-                raise DataError(
-                    f"{row.row_id}: the chat template renders its prompt to no tokens; fix the "
-                    "template or drop the row"
-                )
+            _refuse_empty(row, prompts[index])
             num_golden = sum(map(len, goldens[index]))
             of_teacher = len(own[index]) if own else 0
             problem = self._length_problem(len(prompts[index]), num_golden, of_teacher)
@@ -315,6 +311,14 @@ def _golden_parts(
             between = bridge.append(list(group), tokenizer.stop_token_ids[0])
             observed, prompt_text = between.token_ids, between.text
     return parts
+
+
+def _refuse_empty(row: Row, prompt: Sequence[int]) -> None:
+    if not len(prompt):
+        raise DataError(
+            f"{row.row_id}: the chat template renders its prompt to no tokens; fix the template or "
+            "drop the row"
+        )
 
 
 def _refuse_control_tokens(row: Row, tokenizer: Tokenizer, golden: str) -> None:
