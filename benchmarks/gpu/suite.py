@@ -23,7 +23,6 @@ import psutil
 from benchmarks.gpu.record import SKIPPED, Entry, read_entries
 from stable_opd_mcore.serving import timeouts
 
-BUDGET_SECONDS = 600  # all parts on a GPU
 CPU_PATIENCE = 4  # times a part's limit on a CPU, whose times mean nothing
 ROOT = Path(__file__).parents[2]
 

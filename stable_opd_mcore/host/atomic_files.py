@@ -73,16 +73,14 @@ def require_new_directory(path: Path) -> None:
 
 
 @contextmanager
-def naming_disk_errors(
-    directory: Path, needed_bytes: int = 0, setting: str = "run.directory"
-) -> Iterator[None]:
+def naming_disk_errors(directory: Path, setting: str = "run.directory") -> Iterator[None]:
     """Turn errors of a full, read-only or forbidden disk into a UserError that names `setting`."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
             remedy = (
-                f"{describe_space(directory, needed_bytes)}. What was finished before is intact: "
+                f"{describe_space(directory)}. What was finished before is intact: "
                 f"make room, or change {setting}, and start again"
             )
         elif error.errno in _NOT_WRITABLE:
@@ -92,7 +90,7 @@ def naming_disk_errors(
         raise UserError(f"{directory}: cannot be written: {error}; {remedy}") from error
 
 
-def describe_space(path: Path, needed_bytes: int) -> str:
+def describe_space(path: Path, needed_bytes: int = 0) -> str:
     """The free space at `path`, the space needed there and the space missing, for an error."""
     while not path.exists():
         path = path.parent
