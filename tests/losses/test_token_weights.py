@@ -92,6 +92,19 @@ def test_grpo_normalises_within_the_group():
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
+def test_an_episode_without_tokens_changes_no_weight(aggregation):
+    """Its environment failed before the student said anything, and its reward is 0."""
+    settings = {"objective__name": "grpo", "kl__beta": 0.5, "aggregation": aggregation}
+    rewarded = [sample("a", 2, reward=r) for r in (1.0, 0.5)]
+    expected = weights([*rewarded, *BATCH], **settings)
+    found = weights([*rewarded, sample("a", 0, reward=0.0), *BATCH], **settings)
+    for name in ("pg_B", "kl_B", "sft_B", "advantage_B"):
+        others = np.delete(getattr(found, name), 2)
+        np.testing.assert_array_equal(others, getattr(expected, name), name)
+    assert found.pg_B[2] == found.advantage_B[2] == 0.0
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
 @pytest.mark.parametrize("rollouts", [1, 4])
 def test_the_share_of_the_weight_on_policy_is_the_on_policy_fraction(aggregation, rollouts):
     """At equal lengths, as lambda of GKD, whatever the number of rollouts of a prompt."""
