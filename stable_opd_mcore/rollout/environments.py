@@ -64,6 +64,7 @@ class _Episode:
     row: Mapping[str, Any]
     seed: int
     num_failures: int
+    is_counted: bool
     num_replays: int = 0
     said: list[tuple[str, bool]] = field(default_factory=list)  # the student's turns so far
     answers: list[str] = field(default_factory=list)  # hash of each answer so far
@@ -153,12 +154,17 @@ class EnvironmentPool:
         new_process = partial(EnvironmentProcess, function, timeout_seconds, memory_gib)
         self._workers = [_Worker(new_process, int(limit)) for limit in limits]
 
-    def open(self, key: Hashable, row: Mapping[str, Any], seed: int) -> Future[Step]:
-        """Begin an episode, which has the key until it is over."""
+    def open(
+        self, key: Hashable, row: Mapping[str, Any], seed: int, is_counted: bool = True
+    ) -> Future[Step]:
+        """Begin an episode, which has the key until it is over.
+
+        is_counted: whether `take_counts` counts it.
+        """
         with self._lock:
             assert key not in self._episodes, f"an episode with the key {key} is open"
             failures = self._failures_of.pop(key, 0)
-            episode = _Episode(key, next(self._numbers), row, seed, failures)
+            episode = _Episode(key, next(self._numbers), row, seed, failures, is_counted)
             self._episodes[key] = episode
             return self._ask(episode)
 
@@ -182,8 +188,8 @@ class EnvironmentPool:
                 episode.worker.jobs.put(lambda: self._close(episode.process, episode))
 
     def take_counts(self) -> Counter[str]:
-        """Counts since the last call: `steps`, `replays`, `not_repeatable`, and of failed episodes
-        `timeout`, `crash` and `invalid`."""
+        """Counts since the last call, of episodes that are counted: `steps`, `replays`,
+        `not_repeatable`, and of failed ones `timeout`, `crash` and `invalid`."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
             return counts
@@ -245,14 +251,18 @@ class EnvironmentPool:
 
     def _count_replay(self, episode: _Episode) -> None:
         episode.num_replays += 1
-        self._counts["replays"] += 1
+        self._count(episode, "replays")
+
+    def _count(self, episode: _Episode, name: str) -> None:
+        if episode.is_counted:
+            self._counts[name] += 1
 
     def _note(self, episode: _Episode, step: Step) -> None:
-        self._counts["steps"] += 1
+        self._count(episode, "steps")
         if step.failure is not None:
-            self._counts[step.failure] += 1
+            self._count(episode, step.failure)
         if step.not_repeatable:
-            self._counts["not_repeatable"] += 1
+            self._count(episode, "not_repeatable")
             self._failures_of[episode.key] = episode.num_failures
         if step.done or step.not_repeatable:
             self._forget(episode)

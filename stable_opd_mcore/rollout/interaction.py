@@ -87,7 +87,8 @@ class Interaction:
             answer = pool.say(asked.key, last.text, truncated=last.finish_reason == "length")
         else:
             world = row_key(sampling.seed, step, prompt.prompt_id, 0)
-            answer = pool.open(asked.key, dict(prompt.columns or {}), world)
+            is_training = sampling.training_step is not None
+            answer = pool.open(asked.key, dict(prompt.columns or {}), world, is_training)
         answer.add_done_callback(partial(self._answered, asked, seen))
         return seen
 
@@ -99,7 +100,8 @@ class Interaction:
                 self._close(name, _key(episode, sampling, step))
 
     def take_metrics(self) -> Metrics:
-        """`environment/*` since the last call, of this process; nothing without environments."""
+        """`environment/*` of training since the last call, of this process; nothing without
+        environments."""
         if not self.environments:
             return Metrics()
         with self._lock:
@@ -183,8 +185,9 @@ class Interaction:
         if settings.history == "template":
             self._conversations[asked.key] = conversation
         with self._lock:
-            self._counts["neutralised_tokens"] += num_neutralised
-            self._counts["cut_tokens"] += num_cut
+            if asked.sampling.training_step is not None:
+                self._counts["neutralised_tokens"] += num_neutralised
+                self._counts["cut_tokens"] += num_cut
             if not (is_first or step.restarts):
                 self.roles.update(message["role"] for message in messages)
         return Observation(seen.token_ids, seen.restarts, self._decoded(seen.token_ids))
