@@ -35,6 +35,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterList
+from torch.utils.hooks import RemovableHandle
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import tensors
@@ -57,10 +58,12 @@ _ADAPTED = (*_CUT_BY_ROWS, *_CUT_BY_COLUMNS, "expert_gate_up", "expert_down")
 class Factors(Module):
     """The pairs of one linear layer: one for each of the HF matrices that it joins."""
 
+    hook: RemovableHandle  # what adds them to the layer's output
+
     def __init__(
         self,
         model: HiddenStatesGPTModel,
-        linear: Any,
+        weight: Tensor,
         entry: tensors.Parameter,
         rank: int,
         alpha: float,
@@ -75,7 +78,7 @@ class Factors(Module):
         self.cuts_columns = entry.layout in _CUT_BY_COLUMNS
         # rollout/inference.py switches it off while it samples.
         self.sequence_parallel = self.num_parts > 1 and model.config.sequence_parallel
-        like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
+        like = {"dtype": weight.dtype, "device": weight.device}
         self.A, self.B = ParameterList(), ParameterList()
         for name in entry.hf_names:
             outputs, inputs = tensors.hf_shape(name, model.architecture)
@@ -86,7 +89,6 @@ class Factors(Module):
             self.A.append(Parameter(torch.empty(rank, inputs, **like)))
             self.B.append(Parameter(torch.empty(outputs, rank, **like)))
             self._mark(self.A[-1], self.B[-1])
-        self.hook = linear.register_forward_hook(self._add)
 
     def _mark(self, a_RI: Any, b_OR: Any) -> None:
         """Tell Megatron which factor is a shard, for the gradient norm, and which gradient it must
@@ -111,12 +113,6 @@ class Factors(Module):
         for name, a_RI, b_OR in zip(self.entry.hf_names, self.A, self.B, strict=True):
             yield name, "A", a_RI
             yield name, "B", b_OR
-
-    def _add(self, linear: Module, inputs: Any, output: Any) -> Any:
-        if not self.is_on:
-            return output
-        product, bias = output
-        return product + self(_multiplied_input(linear, inputs[0])), bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         """What this rank adds to the layer's output; `hidden` is what the layer multiplies."""
@@ -156,6 +152,18 @@ class Factors(Module):
         return delta.add_(weight).to(weight.dtype)
 
 
+def _add(each: Sequence[Factors], linear: Module, inputs: Any, output: Any) -> Any:
+    """The hook of a linear layer with one weight, or with one for each expert of this rank; then
+    its inputs are the tokens, expert after expert, and how many each has."""
+    if not each[0].is_on:
+        return output
+    hidden, product, bias = _multiplied_input(linear, inputs[0]), *output
+    if len(each) == 1:
+        return product + each[0](hidden), bias
+    parts = zip(each, hidden.split(list(inputs[1])), strict=True)
+    return product + torch.cat([factors(part) for factors, part in parts]), bias
+
+
 def _multiplied_input(linear: Any, hidden: Tensor) -> Tensor:
     """What a linear layer multiplies: its input, or the norm of it where Transformer Engine fuses a
     norm into the layer."""
@@ -186,12 +194,18 @@ def adapt(
     """
     for model in map(unwrap, chunks):
         model.requires_grad_(False)
+        by_linear: dict[str, list[Factors]] = {}
         for name, weight, entry in list(described_parameters([model])):
             if not _is_adapted(name, weight, entry):
                 continue
-            linear = model.get_submodule(name.rpartition(".")[0])
             own_rank = (expert_rank or rank) if entry.is_expert else rank
-            model.factors.append(Factors(model, linear, entry, own_rank, alpha))
+            factors = Factors(model, weight, entry, own_rank, alpha)
+            model.factors.append(factors)
+            by_linear.setdefault(name.rpartition(".")[0], []).append(factors)
+        for name, each in by_linear.items():
+            hook = model.get_submodule(name).register_forward_hook(partial(_add, each))
+            for factors in each:
+                factors.hook = hook
         if model.pre_process and model.config.recompute_granularity == "full":
             model.embedding.register_forward_hook(_require_gradient)
     fill_factors(chunks, lambda name, which, shape: _first_value(name, which, shape, seed))
@@ -216,11 +230,6 @@ def _is_adapted(name: str, weight: Tensor, entry: tensors.Parameter) -> bool:
         raise UserError(
             f"student.lora: {entry.hf_names[0]} is of a kind ({entry.layout}) that has no factors "
             "yet, and without them it would not be trained; set student.lora=null"
-        )
-    if not name.endswith(".weight"):
-        raise UserError(
-            "student.lora: Transformer Engine multiplies all experts of a layer at once, for which "
-            "factors are not implemented; set student.lora=null, or take a dense student"
         )
     return True
 

@@ -184,6 +184,24 @@ def test_a_norm_that_a_layer_fuses_comes_before_the_factors() -> None:
     close(lora._multiplied_input(layer, hidden), plain * (layer.layer_norm_weight + 1))
 
 
+def test_the_experts_of_one_layer_have_a_pair_each(world: World) -> None:
+    """As in Transformer Engine's GroupedLinear, which is not installed here."""
+    architecture = tiny.architecture("qwen3_moe")
+    pairs = random_pairs(architecture)
+    every = factors_of(adapted(architecture, world, pairs))
+    downs = [each for each in every if each.entry.layout == "expert_down"][:3]
+    hidden, product = torch.randn(7, architecture.ffn_hidden_size), torch.randn(7, 1)
+    counts = [4, 0, 3]
+    added, bias = lora._add(downs, Module(), (hidden, counts), (product, None))
+    parts = []
+    for factors, part in zip(downs, hidden.split(counts), strict=True):
+        (name,) = factors.entry.hf_names
+        a_RI, b_OR = pairs[name]
+        parts.append(part @ a_RI.T @ b_OR.T * scale_of(name))
+    assert bias is None
+    close(added, product + torch.cat(parts))
+
+
 def test_a_matrix_of_another_kind_is_refused(world: World, monkeypatch) -> None:
     chunks = build_model(tiny.architecture("qwen3"), world)
     monkeypatch.setattr(lora, "_ADAPTED", ("qkv",))
