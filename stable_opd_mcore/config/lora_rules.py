@@ -21,7 +21,7 @@ def lora_refusal(config: Any) -> str | None:
                 f"{key}=ema with student.lora: the average of low-rank factors is not that of the "
                 f"models; set {key}={rest}, or student.lora=null"
             )
-    if reference.update == "every" and config.reference_shares is None:
+    if reference.update == "every" and config.weights_of["reference"] != "base":
         return (
             f"reference.update=every with student.lora, reference.path={reference.path} and "
             f"fp8.reference={config.fp8.reference}: the reference takes the student's factors, so "
@@ -32,9 +32,8 @@ def lora_refusal(config: Any) -> str | None:
         "reference": bool(config.largest_beta) and reference.path is None,
         "teacher": teacher is not None and teacher.is_self and teacher.weights == "frozen",
     }
-    shares = {"reference": config.reference_shares, "teacher": config.teacher_shares}
     for role, copies in is_copy.items():
-        if lora.path is not None and copies and shares[role] != "base":
+        if lora.path is not None and copies and config.weights_of[role] != "base":
             return (
                 f"fp8.{role}={getattr(config.fp8, role)} with student.lora.path and "
                 f"fp8.student={config.fp8.student}: the {role} would be a copy of the student's "

@@ -33,6 +33,7 @@ from stable_opd_mcore.config.training import (
     ColdStartConfig,
     FaultConfig,
     Fp8Config,
+    Fp8Role,
     MemoryConfig,
     Offloadable,
     OptimizerConfig,
@@ -59,6 +60,10 @@ class RunConfig(Section):
     def files(self) -> RunDirectory:
         """Where each of these files is."""
         return RunDirectory(self.path)
+
+
+# base: the student with the low-rank factors that it started with, or without any
+Weights = Literal["student", "base", "reference", "teacher"]
 
 
 class Config(Section):
@@ -134,29 +139,28 @@ class Config(Section):
         return self.student if self.teacher and self.teacher.is_self else self.teacher
 
     @property
-    def teacher_shares(self) -> Literal["student", "base", "reference"] | None:
-        """The model whose weights in memory are the teacher's; None: it has its own, or none.
+    def weights_of(self) -> dict[Fp8Role, Weights]:
+        """Which weights in memory each scorer in the trainer uses, if the run has it: a model of
+        its own has the scorer's name. Loading, memory, plan and offload ask only here."""
+        return {"reference": self._weights_of_reference, "teacher": self._weights_of_teacher}
 
-        base: the student with the low-rank factors that it started with, or without any.
-        """
+    @property
+    def _weights_of_reference(self) -> Weights:
+        """With `reference.update: every`, "base" has the reference's factors in it."""
+        own = self.reference.path is not None or self.fp8.reference != self.fp8.student
+        return "base" if self.student.lora and not own else "reference"
+
+    @property
+    def _weights_of_teacher(self) -> Weights:
         if self.teacher is None or not self.teacher.is_self:
-            return None
+            return "teacher"
         if self.teacher.weights == "live":
             return "student"
         if self.student.lora and self.fp8.teacher == self.fp8.student:
             return "base"
         same = self.fp8.teacher == self.fp8.reference and self.teacher.weights == "frozen"
-        return "reference" if self.largest_beta and self._reference_is_start and same else None
-
-    @property
-    def reference_shares(self) -> Literal["base"] | None:
-        """The same of the reference, whose factors differ with `reference.update: every`."""
-        own = self.reference.path is not None or self.fp8.reference != self.fp8.student
-        return "base" if self.student.lora and not own else None
-
-    @property
-    def _reference_is_start(self) -> bool:
-        return self.reference.path is None and self.reference.update == "never"
+        is_start = self.reference.path is None and self.reference.update == "never"
+        return "reference" if self.largest_beta and is_start and same else "teacher"
 
     @property
     def frozen_models_move(self) -> bool:
@@ -268,7 +272,7 @@ class Config(Section):
                 f"fp8.teacher={self.fp8.teacher} with teacher.engine=sglang: the servers choose a "
                 "served teacher's precision; set fp8.teacher=null or teacher.engine=megatron"
             )
-        if self.teacher_shares == "student" and self.fp8.teacher:
+        if self.weights_of["teacher"] == "student" and self.fp8.teacher:
             raise ValueError(
                 f"fp8.teacher={self.fp8.teacher} with teacher.weights=live: the teacher is the "
                 "student as it trains; set fp8.teacher=null"

@@ -129,7 +129,7 @@ def _frozen(run: PlannedRun, stage: int) -> Iterator[Component]:
     """Weights of the scorers, and what one that follows the student also keeps."""
     config, element = run.config, run.element
     for role, size in run.frozen.items():
-        if run.shares.get(role):
+        if not run.has_own_weights(role):
             continue
         weights, fp8 = element * size.stage_parameters(stage), config.fp8.of(role)
         if fp8 is not None:
@@ -229,7 +229,11 @@ def _loss_inputs(run: PlannedRun) -> Iterator[Component]:
     needed = _hidden_states_needed(run)
     widths = sum(needed.values())
     if "frozen" in run.config.offloaded:  # the loss multiplies their heads
-        own = sum(width for role, width in needed.items() if run.shares.get(role) != "base")
+        own = sum(
+            width
+            for role, width in needed.items()
+            if run.config.weights_of[role] not in ("student", "base")
+        )
         columns = element * student.head_rows * own
         yield Component("heads of the scorers", columns, ("update",))
     kept = element * (run.scored_rows / run.layout.gradient_ranks) * widths

@@ -215,7 +215,7 @@ def offloadable(run: PlannedRun) -> tuple[Offloadable, ...]:
     absent: set[Offloadable] = set()
     if not run.config.is_colocated:
         absent.add("student")
-    if all(run.shares.get(role) == "base" for role in run.frozen):
+    if not any(map(run.has_own_weights, run.frozen)):
         absent.add("frozen")
     return tuple(part for part in get_args(Offloadable) if part not in absent)
 

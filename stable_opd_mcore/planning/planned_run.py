@@ -87,10 +87,9 @@ class PlannedRun:
             sizes["reference"] = self.student
         return sizes
 
-    @property
-    def shares(self) -> dict[Fp8Role, str | None]:
-        """Whose weights in memory each scorer uses; None: it has its own."""
-        return {"teacher": self.config.teacher_shares, "reference": self.config.reference_shares}
+    def has_own_weights(self, role: Fp8Role) -> bool:
+        """Whether the scorer has weights of its own, and not those of another model."""
+        return self.config.weights_of[role] == role
 
     def of_scorer(self, role: Fp8Role) -> PlannedRun:
         """The run with the sequences of this scorer: the teacher may read another prompt."""

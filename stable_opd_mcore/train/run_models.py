@@ -1,6 +1,6 @@
 """The models of a run on this rank: the student, and the scorers that its objective needs.
 
-Which models share weights is decided here.
+`Config.weights_of` says which scorers share weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -176,7 +176,7 @@ class RunModels:
         if needs == "none":
             return None
         hidden_only = needs == "hidden"
-        if self.config.reference_shares == "base":
+        if self.config.weights_of["reference"] == "base":
             return self._base_scorer(hidden_only=hidden_only, **self._around_reference())
         return self._megatron_scorer(self._reference_chunks, hidden_only=hidden_only)
 
@@ -201,7 +201,7 @@ class RunModels:
 
     @cached_property
     def _reference_chunks(self) -> list[HiddenStatesGPTModel]:
-        """The reference's; also a self-teacher's if `config.teacher_shares` is "reference"."""
+        """The reference's; also a self-teacher's whose `config.weights_of` are "reference"."""
         settings = self.config.reference
         return self._following("reference", settings, self.config.fp8.of("reference"))
 
@@ -273,8 +273,8 @@ class RunModels:
     def _self_teacher(
         self, teacher: TeacherConfig, fp8: Fp8 | None
     ) -> Callable[..., MegatronScorer]:
-        config = self.config
-        if config.teacher_shares == "student":
+        config, weights = self.config, self.config.weights_of["teacher"]
+        if weights == "student":
             if self.objective.teacher_needs == "hidden" and config.train.minibatches > 1:
                 raise UserError(
                     f"teacher.weights=live with train.minibatches={config.train.minibatches}: "
@@ -283,9 +283,9 @@ class RunModels:
                     "train.minibatches=1, or teacher.weights=ema"
                 )
             return partial(self._megatron_scorer, self.student, head=self.head)
-        if config.teacher_shares == "base":
+        if weights == "base":
             return self._base_scorer
-        if config.teacher_shares == "reference":
+        if weights == "reference":
             return partial(self._megatron_scorer, self._reference_chunks)
         update = "ema" if teacher.weights == "ema" else "never"
         follows = ReferenceConfig(update=update, decay=teacher.ema_decay)

@@ -6,7 +6,7 @@ import pytest
 
 from stable_opd_mcore.losses import output_head
 from stable_opd_mcore.planning import memory
-from stable_opd_mcore.planning.plan import Plan, make_plan
+from stable_opd_mcore.planning.plan import Plan, make_plan, offloadable
 from tests.planning.cases import NODE, QWEN_7B, config_7b
 
 EMBEDDED = "rollout.engine=embedded"
@@ -43,6 +43,15 @@ def test_low_rank_factors_need_neither_a_reference_nor_gradients_of_the_weights(
     assert plan.seconds.update < 0.75 * full.seconds.update
     alone = make_plan(config_7b(tmp_path, *lora, "teacher=null", "objective.name=grpo"), NODE)
     assert "frozen" not in str(alone.choice.remedy)
+
+
+def test_a_live_teacher_is_the_student_in_memory(tmp_path):
+    live = ("teacher={path: self, weights: live, prompt: '{{ solution }}'}", "kl.beta=0")
+    full = (*live, "objective.name=gkd", "memory.offload=[frozen]")
+    plan = make_plan(config_7b(tmp_path, EMBEDDED, *full), NODE)
+    assert not components(plan).get("heads of the scorers")
+    assert "teacher weights" not in components(plan)
+    assert "frozen" not in offloadable(plan.run)
 
 
 @pytest.mark.parametrize(
