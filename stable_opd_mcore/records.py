@@ -91,6 +91,7 @@ class Prompt:
     slot: int = field(default=0, compare=False)  # its place in the data order, over the whole run
     # What answers the student's turns: a name of `Interaction`'s; None: it has one turn
     environment: str | None = field(default=None, compare=False)
+    max_new_tokens: int | None = field(default=None, compare=False)  # of a turn; None: Sampling's
     # The messages that token_ids render, where an environment answers; else none
     messages: Sequence[Mapping[str, str]] = field(default=(), compare=False, repr=False)
     # Tokens of the golden turns, of which every other one is observed; (): golden_token_ids are one

@@ -148,7 +148,12 @@ def load_sources(config: Config, required: Collection[str] = ()) -> list[Row]:
         if environment.function is None:
             played_in = None
         rows[name] = [
-            replace(row, row_id=row_id, environment=played_in)
+            replace(
+                row,
+                row_id=row_id,
+                environment=played_in,
+                max_new_tokens=environment.own_budget,
+            )
             for row, row_id in zip(own, ids, strict=True)
         ]
     return [row for own in rows.values() for row in own]
@@ -204,7 +209,10 @@ def configured_held_out(config: Config) -> list[Row]:
     has_environment = config.environment.function is not None
     with_columns = has_environment or config.reward.function is not None
     rows = held_out_rows(config.data.eval, with_columns)
-    return [replace(row, environment=_OF_THE_RUN) for row in rows] if has_environment else rows
+    if not has_environment:
+        return rows
+    own = {"environment": _OF_THE_RUN, "max_new_tokens": config.environment.own_budget}
+    return [replace(row, **own) for row in rows]
 
 
 def environments_of(config: Config) -> dict[str, EnvironmentConfig]:

@@ -19,7 +19,7 @@ _LEAST_FACTOR_LR = 3e-5
 
 def student_window(inputs: RunInputs) -> Iterator[Finding]:
     """Responses that leave no room for a prompt in the student's window."""
-    window, response = inputs.architecture.max_positions, inputs.config.sampling.max_new_tokens
+    window, response = inputs.architecture.max_positions, inputs.config.longest_turn
     if inputs.objective.needs_rollouts and response >= window:
         described = _window(inputs.architecture)
         yield finding("student-window", described=described, response=response, window=window)
@@ -31,8 +31,7 @@ def teacher_window(inputs: RunInputs) -> Iterator[Finding]:
     window = teacher and teacher.settings.get("max_position_embeddings")
     if teacher is None or type(window) is not int:
         return
-    sampled = inputs.config.max_turns * inputs.config.sampling.max_new_tokens
-    longest = sampled + len(inputs.pair.student.prompt_ids)
+    longest = inputs.config.longest_episode + len(inputs.pair.student.prompt_ids)
     if inputs.config.max_turns > 1:  # an episode ends where the student's window does
         longest = min(longest, inputs.architecture.max_positions)
     settings = inputs.config.teacher
@@ -45,7 +44,7 @@ def teacher_window(inputs: RunInputs) -> Iterator[Finding]:
 def rotary_base(inputs: RunInputs) -> Iterator[Finding]:
     """A student whose window was raised without its rotary base."""
     student = inputs.architecture
-    needed = inputs.config.sampling.max_new_tokens
+    needed = inputs.config.longest_turn
     raised = student.max_positions > _USUAL_WINDOW and needed > _USUAL_WINDOW
     if raised and student.rotary.theta <= _USUAL_THETA and student.rotary.scaling is None:
         yield finding(

@@ -17,8 +17,10 @@ class EnvironmentConfig(Section):
     dict of its columns, and a seed, and returns a generator that yields what the student reads and
     returns the reward, a number in [0, 1]. `null`: one response to each prompt."""
     max_turns: PositiveInt = 10
-    """Most turns of the student in an episode; one that has not ended by then has reward 0.
-    `sampling.max_new_tokens` is the longest turn."""
+    """Most turns of the student in an episode; one that has not ended by then has reward 0."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest turn, in every step and evaluation. `null`: what `sampling` and `evaluation` give
+    other responses."""
     horizon_start: PositiveInt | None = None
     """Most turns in the first step. They grow linearly, to `max_turns` after `horizon_steps`; until
     then the guard rests. `null`: `max_turns` in every step."""
@@ -41,6 +43,11 @@ class EnvironmentConfig(Section):
     def longest(self) -> int:
         """Turns of the longest episode in any step."""
         return self.max_turns if self.function else 1
+
+    @property
+    def own_budget(self) -> int | None:
+        """Tokens of the longest turn; None: of the longest response without an environment."""
+        return self.max_new_tokens if self.function else None
 
     def turns_at(self, step: int) -> int:
         """Most turns of an episode in the step that follows `step` finished ones."""

@@ -113,6 +113,21 @@ class Config(Section):
         """Most turns of an episode of any source."""
         return max(self.environment_of(source).longest for source in self.data.sources)
 
+    def budget_of(self, source: TrainSource) -> int:
+        """Tokens of the longest response to a source's prompts, or of the longest turn."""
+        return self.environment_of(source).own_budget or self.sampling.max_new_tokens
+
+    @property
+    def longest_turn(self) -> int:
+        """Tokens of the longest turn, or response, of any source."""
+        return max(map(self.budget_of, self.data.sources))
+
+    @property
+    def longest_episode(self) -> int:
+        """The most tokens that the student may sample in an episode of any source."""
+        sources = self.data.sources
+        return max(self.environment_of(one).longest * self.budget_of(one) for one in sources)
+
     @property
     def has_environment(self) -> bool:
         """Whether some of the training prompts have episodes of several turns."""

@@ -103,7 +103,8 @@ class PromptSet:
 
         Args:
             window: positions of the model, in tokens.
-            max_new_tokens: tokens that every prompt must leave for a rollout; 0 without rollouts.
+            max_new_tokens: tokens that every prompt must leave for a rollout, if its row does not
+                say how many; 0 without rollouts.
             golden: whether golden solutions are encoded, and whether every row must have one.
 
         Raises:
@@ -124,7 +125,8 @@ class PromptSet:
             _refuse_empty(row, prompts[index])
             num_golden = sum(map(len, goldens[index]))
             of_teacher = len(own[index]) if own else 0
-            problem = self._length_problem(len(prompts[index]), num_golden, of_teacher)
+            lengths = len(prompts[index]), num_golden, of_teacher
+            problem = self._length_problem(row, *lengths)
             if problem is None:
                 kept.append(index)
             elif config.overlong == "error":
@@ -164,6 +166,7 @@ class PromptSet:
             teacher_token_ids=own,
             golden_turn_tokens=self._golden_turns[index],
             environment=row.environment,
+            max_new_tokens=row.max_new_tokens,
             messages=() if row.environment is None else _messages(row, self._template),
         )
 
@@ -207,20 +210,26 @@ class PromptSet:
         """The prompts of these rows, in this order."""
         return [self[index] for index in indices]
 
-    def _length_problem(self, prompt: int, golden: int, of_teacher: int) -> str | None:
+    def _length_problem(self, row: Row, prompt: int, golden: int, of_teacher: int) -> str | None:
         """What is wrong with these numbers of tokens; `of_teacher`: of the teacher's prompt."""
-        problem = self._window_problem(prompt, golden, self.window)
+        problem = self._window_problem(row, prompt, golden, self.window)
         if problem is None and self.teacher is not None and self.teacher.window is not None:
-            return self._window_problem(of_teacher, golden, self.teacher.window, "teacher's ")
+            of_this = of_teacher, golden, self.teacher.window
+            return self._window_problem(row, *of_this, "teacher's ")
         return problem
 
-    def _window_problem(self, prompt: int, golden: int, window: int, whose: str = "") -> str | None:
+    def _window_problem(
+        self, row: Row, prompt: int, golden: int, window: int, whose: str = ""
+    ) -> str | None:
         model = whose or "model's "
-        if prompt + self._max_new_tokens > window:
+        own = row.max_new_tokens if self._max_new_tokens else None
+        response = own or self._max_new_tokens
+        if prompt + response > window:
+            section = "environment" if own else "sampling"
             return (
-                f"its {whose}prompt has {prompt} tokens, and with max_new_tokens="
-                f"{self._max_new_tokens} that exceeds the {model}window of {window}; lower "
-                "sampling.max_new_tokens, shorten or drop the row"
+                f"its {whose}prompt has {prompt} tokens, and with max_new_tokens={response} that "
+                f"exceeds the {model}window of {window}; lower {section}.max_new_tokens, shorten "
+                "or drop the row"
             )
         if prompt + golden > window:
             return (

@@ -141,10 +141,11 @@ class ResponseTotals:
 
     def add(self, response: MeasuredResponse) -> None:
         """Count one more response."""
-        self._add(response, 0, response.finish_reason)
+        self._add(response, response.finish_reason, self.max_length)
 
-    def add_episode(self, rollout: Rollout, limits: CompressionLimits, max_turns: int = 1) -> None:
-        """Count the turns of one more rollout, which might have had `max_turns`."""
+    def add_episode(self, rollout: Rollout, max_new_tokens: int, max_turns: int = 1) -> None:
+        """Count the turns of one more rollout. It may have `max_turns` of `max_new_tokens` each."""
+        limits = compression_limits(max_new_tokens)
         end, last = 0, rollout.turns[-1]
         for number, turn in enumerate(rollout.turns):
             start, end = end, end + turn.num_tokens
@@ -156,7 +157,7 @@ class ResponseTotals:
                 reward=rollout.reward if turn is last else None,
                 grading_failure=rollout.grading_failure if turn is last else None,
             )
-            self._add(response, number, rollout.finish_reason, max_turns)
+            self._add(response, rollout.finish_reason, max_new_tokens, number, max_turns)
         if max_turns > 1:
             self._longest_episode = max(self._longest_episode, len(rollout.turns))
             for name, mean in _of_episode(rollout).items():
@@ -165,17 +166,18 @@ class ResponseTotals:
     def _add(
         self,
         response: MeasuredResponse,
-        turn: int,
         ending: FinishReason | None,
+        max_length: int | None,
+        turn: int = 0,
         max_turns: int = 1,
     ) -> None:
-        """turn: its number in its episode; ending: why the episode ended."""
+        """ending: why its episode ended; max_length: its length budget; turn: its number there."""
         self.num_responses += 1
         self._lengths[response.length] += 1
         self._failures[response.grading_failure] += 1
         terms = {name: Mean(value, weight) for name, value, weight in _terms(response, ending)}
-        if self.max_length is not None:
-            terms |= _loop_shares(response, turn, self.max_length, max_turns)
+        if max_length is not None:
+            terms |= _loop_shares(response, turn, max_length, max_turns)
         for part, turns in turn_parts(max_turns).items():
             if turn in turns:
                 terms |= {f"{name}_{part}": terms[name] for name in _BY_TURN}
@@ -213,12 +215,13 @@ def rollout_metrics(
 ) -> Metrics:
     """The numbers of this rank's rollouts under `<area>/...`; those of all ranks add up.
 
+    max_new_tokens: of a turn, where the prompt does not say how many.
     max_turns: of the episodes of each environment; other rollouts have one turn.
     """
-    limits = compression_limits(max_new_tokens)
     totals = ResponseTotals(max_new_tokens, max(max_turns.values(), default=1))
     for rollout in rollouts:
-        totals.add_episode(rollout, limits, max_turns.get(rollout.prompt.environment, 1))
+        budget = rollout.prompt.max_new_tokens or max_new_tokens
+        totals.add_episode(rollout, budget, max_turns.get(rollout.prompt.environment, 1))
     return totals.metrics(area)
 
 

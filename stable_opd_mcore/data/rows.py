@@ -25,3 +25,4 @@ class Row:
     # (all of them)
     columns: Mapping[str, Any] | None = None
     environment: str | None = None  # see Prompt
+    max_new_tokens: int | None = None  # see Prompt

@@ -39,12 +39,12 @@ def rollout_samples(
     masks: TokenMasksConfig = _NO_MASKS,
     max_new_tokens: int | None = None,
 ) -> list[Sample]:
-    """One sample per context of each rollout; `max_new_tokens` says how long a loop must be."""
-    least = min_loop_tokens(max_new_tokens)
+    """One sample per context of each rollout; `max_new_tokens`, or that of the prompt, says how
+    long a loop must be."""
     return [
         sample
         for rollout in rollouts
-        for sample in context_samples(rollout, *_marks(rollout, masks, least))
+        for sample in context_samples(rollout, *_marks(rollout, masks, max_new_tokens))
     ]
 
 
@@ -139,13 +139,14 @@ def _teacher_tokens(prompt: Prompt) -> NDArray[np.int32] | None:
 
 
 def _marks(
-    rollout: Rollout, masks: TokenMasksConfig, least: int
+    rollout: Rollout, masks: TokenMasksConfig, max_new_tokens: int | None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """[L] each: whether a token is trained, and whether it is in the loop at the end of its turn.
 
-    A loop has at least `least` tokens. Each mask applies to every turn on its own, except
-    `truncated_rollouts`, which applies to the episode.
+    Each mask applies to every turn on its own, except `truncated_rollouts`, which applies to the
+    episode.
     """
+    least = min_loop_tokens(rollout.prompt.max_new_tokens or max_new_tokens)
     count, end = len(rollout.token_ids), 0
     repetitive, trained = np.zeros(count, np.bool_), np.ones(count, np.bool_)
     for turn in rollout.turns:

@@ -176,7 +176,7 @@ class Objective:
             episodes,
             policy_B=(episodes.golden_B == episodes.off_policy_B) & self.needs_rollouts,
             aggregation=config.aggregation,
-            max_tokens=config.sampling.max_new_tokens * config.max_turns,
+            max_tokens=config.longest_episode,
             beta=self.beta,
             sft_weight=self.golden_weight,
             advantage_B=advantage_B,

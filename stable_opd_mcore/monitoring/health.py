@@ -9,7 +9,7 @@ Shapes: B samples, N rows (scored tokens) of a micro-batch, R means.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,13 @@ from stable_opd_mcore.sample_facts import SampleFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class EpisodeLimits(NamedTuple):
+    """How long the episode of each sample may be."""
+
+    max_turns_B: NDArray[np.int64]
+    max_new_tokens_B: NDArray[np.int64]  # of a turn
 
 
 _NO_GROUPS: Mapping[str, NDArray[np.bool_]] = {}
@@ -49,7 +56,7 @@ def token_metrics(
     max_new_tokens: int,
     groups: Mapping[str, NDArray[np.bool_]] = _NO_GROUPS,
     max_turns: int = 1,
-    max_turns_B: NDArray[np.int64] | None = None,
+    limits_B: EpisodeLimits | None = None,
 ) -> Callable[[], Metrics]:
     """Metrics of the scored tokens of this rank's micro-batches; reduce them over ranks.
 
@@ -57,8 +64,8 @@ def token_metrics(
     rollout tokens in the loss (`pg_weight_N` not 0), without golden and masked tokens. KL to the
     reference is over rows with a KL weight, the share of repetitive tokens over all scored rollout
     tokens. Parts are finished and truncated turns, quarters of the longest episode, `max_turns` of
-    `max_new_tokens` each, and, if there are several, single turns. `max_turns_B` is the most turns
-    of each sample's episode, where sources differ; where it is 1, the sample is in no part by turn.
+    `max_new_tokens` each, and, if there are several, single turns. `limits_B` are those of each
+    sample's episode, where sources differ; where it has one turn, it is in no part by turn.
     The rollout gap is to `old_token_logprob_N`, or to the student's log-probability without one.
 
     `loss/*` are sums, like the loss. The total is the sum of the parts, because Megatron scales the
@@ -76,7 +83,7 @@ def token_metrics(
     if not outputs:  # a pipeline stage before the last
         return Metrics
     pairs = zip(outputs, microbatches, strict=True)
-    turns = max_turns, max_turns_B
+    turns = max_turns, limits_B
     found = [_token_sums(*pair, max_new_tokens, groups, *turns) for pair in pairs]
     (means, scalars), _ = found[0]  # the keys are the same in every micro-batch
     numbers = OnHost(torch.stack([sums for _, sums in found]))
@@ -96,7 +103,7 @@ def _token_sums(
     max_new_tokens: int,
     groups: Mapping[str, NDArray[np.bool_]],
     max_turns: int,
-    max_turns_B: NDArray[np.int64] | None,
+    limits_B: EpisodeLimits | None,
 ) -> tuple[tuple[list[str], list[str]], Tensor]:
     """The keys of the means and of the plain sums; in fp64 the totals and counts of the means, then
     the plain sums.
@@ -106,7 +113,7 @@ def _token_sums(
     golden_N, trained_N = microbatch.golden_N, _trained(microbatch)
     pg_N = (microbatch.pg_weight_N != 0) & ~golden_N
     means = _mean_terms(output, microbatch)
-    parts = _parts(microbatch, max_new_tokens, max_turns, max_turns_B)
+    parts = _parts(microbatch, max_new_tokens, max_turns, limits_B)
     for key in SPLIT_KEYS:
         values, mask = means[key]
         means |= {f"{key}_{part}": (values, mask & part_N) for part, part_N in parts.items()}
@@ -212,13 +219,14 @@ def _parts(
     microbatch: MicroBatch,
     max_new_tokens: int,
     max_turns: int,
-    max_turns_B: NDArray[np.int64] | None,
+    limits_B: EpisodeLimits | None,
 ) -> dict[str, Tensor]:
     """Masks [N] of finished and truncated turns, of quarters of the budget, and of some turns."""
-    turn_N = microbatch.turn_N
-    most_N = max_turns if max_turns_B is None else _by_row(max_turns_B, microbatch)
-    place_N = turn_N * max_new_tokens + microbatch.index_in_turn_N
-    quarter_N = (4 * place_N // (most_N * max_new_tokens)).clamp(max=len(QUARTERS) - 1)
+    turn_N, most_N, budget_N = microbatch.turn_N, max_turns, max_new_tokens
+    if limits_B is not None:
+        most_N, budget_N = (_by_row(each_B, microbatch) for each_B in limits_B)
+    place_N = turn_N * budget_N + microbatch.index_in_turn_N
+    quarter_N = (4 * place_N // (most_N * budget_N)).clamp(max=len(QUARTERS) - 1)
     return {
         "finished": ~microbatch.truncated_N,
         "truncated": microbatch.truncated_N,

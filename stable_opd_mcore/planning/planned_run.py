@@ -172,7 +172,7 @@ class PlannedRun:
     @property
     def longest_sampled(self) -> int:
         """The most tokens that one rollout samples in sequence, with all turns in one context."""
-        most = self.config.max_turns * self.config.sampling.max_new_tokens
+        most = self.config.longest_episode
         room = self.models.student.max_positions - self.work.prompt_tokens
         return most if self.config.max_turns == 1 else min(most, room)
 
@@ -226,13 +226,13 @@ def planned_run(
 
 def default_work(config: Config) -> Work:
     """Assume turns of half the limit, and episodes of half of `max_turns` in one context."""
-    of_turn = max(1, config.sampling.max_new_tokens // 2)
     if config.max_turns == 1:
-        return Work(response_tokens=of_turn)
+        return Work(response_tokens=max(1, config.longest_turn // 2))
     room = _architecture(config.student, "student").max_positions - Work().prompt_tokens
     sampled = observed = total = 0.0
     for source in config.data.sources:
         turns, weight = (config.environment_of(source).longest + 1) // 2, source.weight
+        of_turn = max(1, config.budget_of(source) // 2)
         lengths = turns * of_turn, (turns - 1) * OBSERVED_TOKENS
         part = weight * min(1.0, room / sum(lengths))
         sampled, observed = sampled + part * lengths[0], observed + part * lengths[1]

@@ -119,7 +119,7 @@ class _Inputs:
 
     def response(self) -> tuple[int, ...]:
         usable = max(1, self.vocab_size - len(self.stop_token_ids))
-        return tuple(i % usable for i in range(self.config.sampling.max_new_tokens))
+        return tuple(i % usable for i in range(self.config.longest_turn))
 
 
 class _Engine(RolloutEngine):

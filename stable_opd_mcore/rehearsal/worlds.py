@@ -130,10 +130,12 @@ def _compare_layers(config: Config, cluster: Cluster, layers: int | None) -> str
 
 def longest_work(config: Config, student: Architecture) -> Work:
     """Every response at the limit."""
-    window, response = student.max_positions, config.sampling.max_new_tokens
+    window, response = student.max_positions, config.longest_turn
+    section = "sampling" if response == config.sampling.max_new_tokens else "environment"
+    key = f"{section}.max_new_tokens"
     if response >= window:
         raise UserError(
-            f"sampling.max_new_tokens={response} leaves no room for a prompt in the student's "
+            f"{key}={response} leaves no room for a prompt in the student's "
             f"window of {window} positions: lower it below {window}, or raise student.window"
         )
     prompt = min(PROMPT_TOKENS, window - response)
@@ -141,9 +143,8 @@ def longest_work(config: Config, student: Architecture) -> Work:
     if budget < prompt + response:
         raise UserError(
             f"train.micro_batch_tokens={budget} is less than the longest sequence, {prompt} prompt "
-            f"tokens + sampling.max_new_tokens={response}, which would exceed the budget: set "
-            f"train.micro_batch_tokens={prompt + response} or more, or lower "
-            "sampling.max_new_tokens"
+            f"tokens + {key}={response}, which would exceed the budget: set "
+            f"train.micro_batch_tokens={prompt + response} or more, or lower {key}"
         )
     return Work(prompt_tokens=prompt, response_tokens=response)
 

@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from fractions import Fraction
+from math import ceil
 
 import numpy as np
 import torch
@@ -85,7 +87,7 @@ class EmbeddedEngine(RolloutEngine):
     ) -> list[Rollout]:
         """See `RolloutEngine.generate`. All ranks of the replica call it together."""
         check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=self._window)
-        episodes = self._continue(prompts, sampling, step, sampling.max_new_tokens)
+        episodes = self._continue(prompts, sampling, step)
         return [episode.rollout() for episode in episodes]
 
     def prefetch(
@@ -98,11 +100,11 @@ class EmbeddedEngine(RolloutEngine):
         that is repeated with the same weights changes nothing.
         """
         check_prompts(prompts, sampling, vocab_size=self.vocab_size, window=self._window)
-        length = sampling.max_new_tokens
+        share = Fraction(1)
         if self.partial:
             pieces = self.max_staleness + 1
-            length = -(-length * (pieces - weight_version + self.weight_version) // pieces)
-        self._ahead[step, sampling] = self._continue(prompts, sampling, step, length)
+            share = Fraction(pieces - weight_version + self.weight_version, pieces)
+        self._ahead[step, sampling] = self._continue(prompts, sampling, step, share)
 
     def drop_ahead(self) -> None:
         for (step, sampling), episodes in self._ahead.items():
@@ -116,17 +118,21 @@ class EmbeddedEngine(RolloutEngine):
         self.interaction.close()
 
     def _continue(
-        self, prompts: Sequence[Prompt], sampling: Sampling, step: int, length: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        step: int,
+        share: Fraction = Fraction(1),
     ) -> list[Episode]:
-        """The step's episodes, decoded until each ends or has `length` tokens of a turn. They
-        continue what was sampled ahead."""
+        """The step's episodes, decoded until each ends or has a turn with this share of its limit.
+        They continue what was sampled ahead."""
         episodes = self._ahead.pop((step, sampling), None) or [
             Episode.begin(prompt, sample, self.weight_version)
             for prompt in prompts
             for sample in range(sampling.num_samples)
         ]
         episodes = self._after_turns(episodes, sampling, step)
-        limits = self._limits(episodes, sampling, length)
+        limits = self._limits(episodes, sampling, share)
         if not self._some_replica_runs(bool(limits)):
             return episodes
         with inference_mode(self._chunks):
@@ -136,20 +142,20 @@ class EmbeddedEngine(RolloutEngine):
                     batch = places[start : start + self.max_rows]
                     self._extend(episodes, {n: limits[n] for n in batch}, sampling, step)
                 episodes = self._after_turns(episodes, sampling, step)
-                limits = self._limits(episodes, sampling, length)
+                limits = self._limits(episodes, sampling, share)
             while self._some_replica_runs(False):
                 padding_BT = torch.zeros(1, 1, dtype=torch.int64, device=self.world.device)
                 self._run(padding_BT, self._new_cache([1], 1))
         return episodes
 
     def _limits(
-        self, episodes: Sequence[Episode], sampling: Sampling, length: int
+        self, episodes: Sequence[Episode], sampling: Sampling, share: Fraction
     ) -> dict[int, int]:
-        """Place of each open turn that gets more tokens -> how many, up to `length` in all."""
+        """Place of each open turn that gets more tokens -> how many, up to `share` of its limit."""
         limits: dict[int, int] = {}
         for place, episode in enumerate(episodes):
             if episode.is_open:
-                left = length - episode.turns[-1].num_tokens
+                left = ceil(share * episode.limit(sampling)) - episode.turns[-1].num_tokens
                 limit = min(left, episode.budget(sampling, self._window))
                 if limit > 0:
                     limits[place] = limit

@@ -88,12 +88,14 @@ def check_prompts(
                 f"model's vocabulary of {vocab_size}; the tokenizer belongs to another model: set "
                 "tokenizer.path to the student's"
             )
-        total = len(ids) + sampling.max_new_tokens
+        response = prompt.max_new_tokens or sampling.max_new_tokens
+        total = len(ids) + response
         if total > window:
             raise UserError(
                 f"prompt {prompt.prompt_id}: {len(ids)} prompt tokens + max_new_tokens "
-                f"{sampling.max_new_tokens} = {total} exceed the model's window of {window}; "
-                "lower sampling.max_new_tokens or drop the prompt (data.overlong=drop)"
+                f"{response} = {total} exceed the model's window of {window}; lower "
+                f"{'environment' if prompt.max_new_tokens else 'sampling'}.max_new_tokens or drop "
+                "the prompt (data.overlong=drop)"
             )
     outside = [token for token in sampling.stop_token_ids if not 0 <= token < vocab_size]
     if outside:

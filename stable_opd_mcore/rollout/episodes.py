@@ -84,9 +84,13 @@ class Episode:
     def is_ended(self) -> bool:
         return self.finish_reason != "abort"
 
+    def limit(self, sampling: Sampling) -> int:
+        """Tokens of the longest turn."""
+        return self.prompt.max_new_tokens or sampling.max_new_tokens
+
     def budget(self, sampling: Sampling, window: int) -> int:
         """How many tokens its last turn may still get, by the limit of a turn and the window."""
-        left = sampling.max_new_tokens - self.turns[-1].num_tokens
+        left = self.limit(sampling) - self.turns[-1].num_tokens
         return min(left, window - len(self.context))
 
     def with_tokens(

@@ -235,6 +235,8 @@ def _encode(rows: Sequence[Row], config: Config, tokenizer: Tokenizer, k: int) -
     selected = prompts.select(range(len(prompts)))
     require_answers(selected)
     sampling = evaluation_sampling(config, tokenizer.stop_token_ids, num_samples=k)
+    if (of_turn := selected[0].max_new_tokens) is not None:  # all have the same environment
+        sampling = replace(sampling, max_new_tokens=of_turn)
     return Problems(selected, prompts.num_dropped, sampling)
 
 

@@ -24,7 +24,7 @@ from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.transfers import OnHost
 from stable_opd_mcore.records import LossOutput, MicroBatch
 from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.samples.source_metrics import groups_of, max_turns_of
+from stable_opd_mcore.train.samples.source_metrics import groups_of, limits_of
 from stable_opd_mcore.train.step_metrics import reduce_row_metrics
 
 
@@ -58,10 +58,10 @@ def update_once(
     row_metrics = token_metrics(
         outputs,
         micro_batches,
-        config.sampling.max_new_tokens,
+        config.longest_turn,
         groups_of(config, source_B),
         config.max_turns,
-        max_turns_of(config, source_B),
+        limits_of(config, source_B),
     )
     pairs = list(zip(micro_batches, outputs, strict=True)) if outputs else []  # last stage only
     finite = [OnHost(finite_scores(*pair)) for pair in pairs]

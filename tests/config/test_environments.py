@@ -96,7 +96,11 @@ def test_the_longest_episode_is_that_of_any_source():
     section = {"function": "envs.py:episode", "max_turns": 3}
     assert of_sources({}, {}).max_turns == 1
     assert of_sources({}, {}, environment=section).max_turns == 3
-    assert of_sources({}, {"environment": section | {"max_turns": 7}}).max_turns == 7
+    agentic = {"environment": section | {"max_turns": 7, "max_new_tokens": 5}}
+    config = of_sources({}, agentic, {"environment": section}, sampling={"max_new_tokens": 20})
+    assert config.max_turns == 7
+    assert [config.budget_of(source) for source in config.data.sources] == [20, 5, 20]
+    assert (config.longest_turn, config.longest_episode) == (20, 60)
 
 
 def test_turns_grow_from_the_start_to_the_maximum():

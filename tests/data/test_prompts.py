@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -100,6 +101,10 @@ def test_overlong_prompts_and_golden_solutions_are_errors_with_both_numbers():
         DataError, match=r"s:2: its prompt has 8 .*max_new_tokens=30.*window of 35; lower"
     ):
         make_set(window=35)
+    turns = [replace(row, max_new_tokens=40) for row in ROWS]
+    with pytest.raises(DataError, match=r"=40 that exceeds .* of 47; lower environment\.max_new_t"):
+        make_set(turns, window=47)
+    assert len(make_set(turns, window=47, max_new_tokens=0, golden="none")) == 3  # no rollouts
     with pytest.raises(DataError, match=r"s:2: its golden solution has 22 .*prompt's 8.*of 29"):
         make_set(window=29, max_new_tokens=10)
     assert (

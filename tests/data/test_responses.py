@@ -228,6 +228,13 @@ def test_rollouts_of_sources_without_an_environment_have_no_part_in_the_numbers_
     assert shares == [2 / 8, 10 / 10, 2 / 4, 1.0]
 
 
+def test_turns_have_the_budget_of_their_environment():
+    expected = rollout_metrics(EPISODES, 8, max_turns={"": 4})
+    own = [replace(one, prompt=replace(one.prompt, max_new_tokens=8)) for one in EPISODES]
+    assert rollout_metrics(own, 400, max_turns={"": 4}) == expected
+    assert rollout_metrics(EPISODES, 400, max_turns={"": 4}) != expected
+
+
 def test_one_turn_has_no_numbers_of_turns():
     values = rollout_metrics([EPISODES[1]], 8).values_by_key()
     assert values.keys() == rollout_metrics(ROLLOUTS, 100).values_by_key().keys()

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from stable_opd_mcore.monitoring.health import SPLIT_KEYS, sample_metrics, token_metrics
+from stable_opd_mcore.monitoring.health import (
+    SPLIT_KEYS,
+    EpisodeLimits,
+    sample_metrics,
+    token_metrics,
+)
 from stable_opd_mcore.monitoring.names import require_known
 from stable_opd_mcore.records import (
     LossOutput,
@@ -226,9 +231,9 @@ def test_samples_without_an_environment_have_no_part_by_turn_and_quarters_of_one
     turn_N, index_N = torch.tensor([0, 1, 0, 0, 0, 0]), torch.tensor([3, 0, 1, 2, 0, 1])
     of_sample = {"sample_index_N": torch.tensor([0, 0, 1, 1, 2, 2])}
     batch = replace(MICROBATCH, turn_N=turn_N, index_in_turn_N=index_N, **of_sample)
-    turns_B = np.array([4, 1, 1])
-    values = token_metrics([OUTPUT], [batch], 4, max_turns=4, max_turns_B=turns_B)().values_by_key()
+    limits_B = EpisodeLimits(np.array([4, 1, 1]), np.array([4, 8, 4]))
+    values = token_metrics([OUTPUT], [batch], 8, {}, 4, limits_B)().values_by_key()
     require_known(values)
     assert [values[f"advantage/mean_{part}"] for part in ("turn_1", "turn_2")] == [-0.5, 0.5]
     advantages = [values[f"advantage/mean_q{n}"] for n in (1, 2, 3, 4)]
-    assert advantages == [-0.5, -1.25, None, None]
+    assert advantages == [-1.75, 0.5, None, None]

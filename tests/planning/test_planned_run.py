@@ -54,6 +54,9 @@ def test_episodes_have_several_turns_of_tokens_up_to_the_window(tmp_path):
     assert many.longest_sampled == 4096 - 256
     assert many.response_rows == many.sequences * many.work.response_tokens
     assert "observed tokens of an episode" in Plan(many).table()
+    game = (*game, "environment.max_new_tokens=64")  # its turns', not those of the responses
+    assert run(4).work == Work(response_tokens=2 * 32, observed_tokens=256)
+    assert run(4).longest_sampled == 4 * 64
 
 
 @pytest.mark.parametrize(

@@ -175,10 +175,12 @@ def test_every_turn_reads_its_context(episodes, transformer):
 
 
 def test_turns_do_not_depend_on_the_other_rows_or_on_pieces(episodes, tiny_path, world):
-    """Rows of a batch have contexts of different lengths and different numbers of tokens left."""
+    """Rows of a batch have contexts of different lengths and different numbers of tokens left. The
+    limit of a turn may be the environment's own."""
     ahead = {"max_staleness": 2, "partial": True, "max_rows": 5}
     cut = build_engine(tiny_path, world, interaction=Talk(), **ahead)
-    pieces = sample_in_pieces(cut, TALK_PROMPTS, TALK, step=1)
+    own_limit = [replace(prompt, max_new_tokens=9) for prompt in TALK_PROMPTS]
+    pieces = sample_in_pieces(cut, own_limit, replace(TALK, max_new_tokens=30), step=1)
     assert max(len(one.segments) for one in pieces) == 3
     cut.publish(3)
     cut.prefetch(TALK_PROMPTS, TALK, step=1, weight_version=5)

@@ -55,7 +55,7 @@ def test_the_first_example_is_played_by_hand_and_in_a_pool(capsys, monkeypatch):
     exec(OTHERS[0][1], {})
     assert capsys.readouterr().out.splitlines()[1] == "Higher."
     config = run_with(**yaml.safe_load(OTHERS[1][1]))
-    assert (config.environment.max_turns, config.sampling.max_new_tokens) == (5, 64)
+    assert (config.environment.max_turns, config.environment.max_new_tokens) == (5, 64)
     pool = EnvironmentPool(config.environment.read(), workers=1)
     try:
         assert pool.open("a", {"number": 7}, 0).result(60).observed

@@ -77,6 +77,7 @@ def test_the_recipes_of_other_papers_have_their_values():
     agentic = load_config(CONFIGS / "recipes" / "lsm_agentic_7b.yaml")
     assert (agentic.objective, agentic.aggregation) == (lsm.objective, lsm.aggregation)
     assert [agentic.environment_of(each).longest for each in agentic.data.sources] == [1, 30]
+    assert [agentic.budget_of(each) for each in agentic.data.sources] == [8192, 512]
     assert agentic.teacher.routes.keys() == {each.name for each in agentic.data.sources}
     top = load_config(CONFIGS / "recipes" / "rethinking_1p5b.yaml")
     cold = load_config(CONFIGS / "recipes" / "rethinking_cold_start_1p5b.yaml")

@@ -17,6 +17,7 @@ from stable_opd_mcore.data.packing import split_by_prompt
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.metrics import Mean, Metric, Metrics
+from stable_opd_mcore.monitoring.health import EpisodeLimits
 from stable_opd_mcore.sample_facts import SampleFacts
 
 Groups = Mapping[str, NDArray[np.bool_]]  # the first part of a metric's key -> which samples
@@ -40,11 +41,13 @@ def groups_of(config: Config, source_B: NDArray[np.int64] | None) -> Groups:
     return groups
 
 
-def max_turns_of(config: Config, source_B: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-    """The most turns of each sample's episode; None with one source: `config.max_turns` for all."""
+def limits_of(config: Config, source_B: NDArray[np.int64] | None) -> EpisodeLimits | None:
+    """The limits of each sample's episode; None with one source: those of the config for all."""
     if source_B is None:
         return None
-    return np.array([config.environment_of(each).longest for each in config.data.sources])[source_B]
+    sources = config.data.sources
+    turns = np.array([config.environment_of(each).longest for each in sources])
+    return EpisodeLimits(turns[source_B], np.array([*map(config.budget_of, sources)])[source_B])
 
 
 def source_metrics(config: Config, objective: Objective, facts: SampleFacts) -> Metrics:

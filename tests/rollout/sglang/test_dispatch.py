@@ -79,11 +79,15 @@ def test_aborted_responses_go_on_from_their_tokens_over_two_publishes(tmp_path):
 
 
 def test_every_request_asks_for_the_next_token_of_a_sample(tmp_path):
-    """Over turns, aborts and publishes; every turn has a budget of its own."""
+    """Over turns, aborts and publishes; every turn has a budget of its own, which is that of the
+    environment."""
     client = AbortableServer()
     dispatcher = Dispatcher(fleet_over(tmp_path, client))
-    (prompt,) = prompts_of([request(max_new_tokens=5, num_samples=2)])
+    (prompt,) = prompts_of([request(max_new_tokens=9, num_samples=2)])
     prompt.observe = talked
+    for sample, episode in enumerate(prompt.episodes):
+        own = replace(episode.prompt, max_new_tokens=5)
+        prompt.episodes[sample] = replace(episode, prompt=own)
     dispatcher.submit([prompt])
     for version in range(1, 6):
         client.await_requests(2 * version)
