@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.records import (
     FinishReason,
     GradingFailure,
@@ -39,6 +40,7 @@ class Observation:
     token_ids: tuple[int, ...] = ()
     restarts: bool = False  # they are all that the student reads; its context is forgotten
     text: str = ""  # token_ids, decoded
+    conversation: tuple[Message, ...] = ()  # see Episode
     finish_reason: FinishReason = "abort"  # another one: the episode ends
     reward: float | None = None  # of an episode that ends; None: to be graded
     failure: GradingFailure | None = None  # why it ended without a reward
@@ -60,6 +62,8 @@ class Episode:
     finish_reason: FinishReason = "abort"  # until it has ended
     reward: float | None = None
     failure: GradingFailure | None = None
+    # With environment.history=template: the messages that the context renders, up to its last turn
+    conversation: tuple[Message, ...] = ()
 
     @staticmethod
     def begin(prompt: Prompt, sample_index: int, weight_version: int) -> Episode:
@@ -145,7 +149,8 @@ class Episode:
         context = observed if observation.restarts else np.concatenate([self.context, observed])
         what = observation.token_ids, observation.restarts
         turn = Turn(0, "abort", *what, observed=observation.text)
-        return replace(self, context=context, turns=(*self.turns, turn))
+        turns, conversation = (*self.turns, turn), observation.conversation
+        return replace(self, context=context, turns=turns, conversation=conversation)
 
     def rollout(self) -> Rollout:
         return Rollout(

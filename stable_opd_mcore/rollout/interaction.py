@@ -59,7 +59,6 @@ class Interaction:
 
     def __post_init__(self) -> None:
         self._pools: dict[str, EnvironmentPool] = {}  # one is made for its first episode
-        self._conversations: dict[Hashable, Sequence[Message]] = {}  # of history=template
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self.first_failure: str | None = None  # of an environment, in this process
@@ -123,7 +122,6 @@ class Interaction:
         return self._pools[name]
 
     def _close(self, name: str, key: Hashable) -> None:
-        self._conversations.pop(key, None)
         if name in self._pools:
             self._pools[name].close(key)
 
@@ -134,8 +132,6 @@ class Interaction:
             observation = self._observation(asked, answer.result())
             if observation is _NO_ROOM:
                 self._close(asked.environment, asked.key)
-            elif observation.finish_reason != "abort":
-                self._conversations.pop(asked.key, None)
             seen.set_result(observation)
         except BaseException as error:  # raised again where the observation is waited for
             seen.set_exception(error)
@@ -180,17 +176,20 @@ class Interaction:
             seen = bridge.append(messages, int(episode.context[-1]))
         else:
             said: Message = {"role": "assistant", "content": episode.turns[-1].text}
-            conversation = [*self._conversations[asked.key], said, *messages]
+            conversation = [*episode.conversation, said, *messages]
             seen = bridge.render(conversation, episode.context.tolist())
-        if settings.history == "template":
-            self._conversations[asked.key] = conversation
         with self._lock:
             if asked.sampling.training_step is not None:
                 self._counts["neutralised_tokens"] += num_neutralised
                 self._counts["cut_tokens"] += num_cut
             if not (is_first or step.restarts):
                 self.roles.update(message["role"] for message in messages)
-        return Observation(seen.token_ids, seen.restarts, self._decoded(seen.token_ids))
+        return Observation(
+            seen.token_ids,
+            seen.restarts,
+            self._decoded(seen.token_ids),
+            conversation=tuple(conversation) if settings.history == "template" else (),
+        )
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
         assert self.tokenizer is not None

@@ -1,6 +1,6 @@
 """What an episode observes: a real environment's messages as token ids, and when it ends."""
 
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 
 import numpy as np
@@ -41,7 +41,7 @@ def file(tmp_path) -> str:
 @pytest.fixture
 def interact(file, request):
     def build(tokenizer: Tokenizer, window: int = 500, **settings) -> Interaction:
-        config = EnvironmentConfig(function=file, workers=1, **settings)
+        config = EnvironmentConfig(function=file, **{"workers": 1} | settings)
         built = Interaction({"": config}, tokenizer, tokenizer, None, window)
         request.addfinalizer(built.close)
         return built
@@ -249,3 +249,40 @@ def test_a_message_that_the_template_cannot_put_after_a_turn_is_named(interact):
     episode = followed(interaction, begun(tokenizer, None, [{"role": "tool", "content": "4"}]))
     with pytest.raises(DataError, match="a tool message cannot follow a turn"):
         followed(interaction, said(episode, tokenizer, "go"))
+
+
+WAITING = """
+import pathlib, time
+
+def episode(row, seed):
+    yield None
+    while row["wait"] and not pathlib.Path(row["wait"]).exists():
+        time.sleep(0.01)
+    yield "Go on."
+    yield "And then?"
+    return 1
+"""
+
+
+def test_a_dropped_episode_leaves_nothing_to_the_one_that_begins_in_its_place(interact, tmp_path):
+    """Its environment answers late: the server was lost, or the run returned to a checkpoint."""
+    (tmp_path / "game.py").write_text(WAITING)
+    tokenizer, go = real_tokenizer(QWEN25), tmp_path / "go"
+    interaction = interact(tokenizer, history="template", workers=2)
+    base = begun(tokenizer, None)
+
+    def opened(wait: str) -> Episode:
+        prompt = replace(base.prompt, columns={"wait": wait})
+        return followed(interaction, replace(base, prompt=prompt))
+
+    dropped = said(opened(str(go)), tokenizer, "old")
+    late = interaction.observe(dropped, TRAINING, 3)
+    interaction.forget([dropped], TRAINING, 3)
+    episode = opened("")
+    go.touch()
+    wait([late], 60)
+    for answer in ("new", "newer"):
+        episode = followed(interaction, said(episode, tokenizer, answer))
+    told = [ASK, {"role": "assistant", "content": "new"}, {"role": "user", "content": "Go on."}]
+    told += [{"role": "assistant", "content": "newer"}, {"role": "user", "content": "And then?"}]
+    assert tokenizer.decode(episode.context.tolist()) == tokenizer.render_turns(told)
