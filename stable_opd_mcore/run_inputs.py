@@ -113,9 +113,17 @@ def load_teacher_prompt(
     teacher = config.teacher
     if teacher is None or teacher.prompt is None or objective.teacher_needs == "none":
         return None
-    own = load_teacher_tokenizer(config)
-    own = own or tokenizer.with_template_kwargs(teacher.chat_template_kwargs)
+    own = teacher_template(config, tokenizer)
+    assert own is not None
     return TeacherPrompt(teacher.prompt, own, config.data.system_prompt, _teacher_window(config))
+
+
+def teacher_template(config: Config, tokenizer: Tokenizer) -> Tokenizer | None:
+    """The tokenizer whose chat template the teacher was trained on or gets; None: the student's."""
+    own = load_teacher_tokenizer(config)
+    if own is None and config.teacher is not None and config.teacher.prompt is not None:
+        own = tokenizer.with_template_kwargs(config.teacher.chat_template_kwargs)
+    return own
 
 
 def _teacher_window(config: Config) -> int | None:

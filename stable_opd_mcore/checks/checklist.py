@@ -85,7 +85,11 @@ OF_A_RUN: Checks = {
         sampling.rounded_factors,
         sampling.support,
     ),
-    "environment": (transcripts.failing_environments, transcripts.restarts),
+    "environment": (
+        transcripts.failing_environments,
+        transcripts.tool_messages,
+        transcripts.restarts,
+    ),
     "layout": (
         gpu_fit.layout,
         gpu_fit.memory,

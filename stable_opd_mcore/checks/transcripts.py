@@ -4,20 +4,26 @@ The teacher reads the student's tokens, those between two turns included. Not he
 before the first turn (templates.py).
 """
 
+import ast
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 
 import numpy as np
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.checks.pair import ModelFiles
+from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.data.bridge import Bridge
+from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import Sample
-from stable_opd_mcore.run_inputs import restart_problem
+from stable_opd_mcore.run_inputs import environments_of, restart_problem
 
 _SHOWN_CHARACTERS = 400  # of one piece
+_CONVERSATION: list[Message] = [
+    {"role": role, "content": "1+1?"} for role in ("user", "assistant", "tool")
+]
 
 
 def different_bridges(inputs: RunInputs) -> Iterator[Finding]:
@@ -27,18 +33,44 @@ def different_bridges(inputs: RunInputs) -> Iterator[Finding]:
         return
     bridge, of_teacher = Bridge(inputs.pair.student.tokenizer), Bridge(teacher.tokenizer)
     for role in sorted(_scored_roles(inputs)):
-        own = repr(bridge.between(role))
-        other = of_teacher.refusal(role) or repr(of_teacher.between(role))
-        if own != other:
-            yield finding("different-bridges", role=role, student=own, teacher=other)
+        if bridge.refusal(role) is None and (found := bridge.difference(of_teacher, role)):
+            yield finding("different-bridges", role=role, student=found[0], teacher=found[1])
 
 
 def _scored_roles(inputs: RunInputs) -> frozenset[str]:
     """The roles of the messages between turns that the teacher scores: of an environment those of
-    its example episode."""
+    its example episode, and `tool` where its file names it."""
     played = frozenset[str]().union(*(example.roles for example in inputs.example_episodes))
+    if any(map(_names_tool, _played(inputs))):
+        played |= {"tool"}
     scores_golden = inputs.config.objective.on_policy_fraction < 1
     return played | inputs.prompts.roles_between() if scores_golden else played
+
+
+def _played(inputs: RunInputs) -> list[EnvironmentConfig]:
+    """The environments of a run with rollouts."""
+    return [*environments_of(inputs.config).values()] if inputs.objective.needs_rollouts else []
+
+
+def _names_tool(environment: EnvironmentConfig) -> bool:
+    """Whether the file writes out a message as {"role": "tool", ...}.
+
+    A student that calls no tool in the example episode gets no such message there.
+    """
+    nodes = ast.walk(ast.parse(environment.read().source))
+    pairs = (zip(each.keys, each.values, strict=True) for each in nodes if type(each) is ast.Dict)
+    named = ([getattr(each, "value", None) for each in pair] for pair in chain.from_iterable(pairs))
+    return ["role", "tool"] in named
+
+
+def tool_messages(inputs: RunInputs) -> None:
+    """A student's template that cannot write a `tool` message, as the first such episode says."""
+    bridge = Bridge(inputs.tokenizer)
+    for environment in filter(_names_tool, _played(inputs)):
+        if environment.history == "append":
+            bridge.append(_CONVERSATION[2:], inputs.tokenizer.stop_token_ids[0])
+        else:
+            bridge.render(_CONVERSATION, ())
 
 
 def failing_environments(inputs: RunInputs) -> Iterator[Finding]:

@@ -8,6 +8,8 @@ in R1 and Qwen3). `render` renders the whole history again, as a server does, an
 result extends what the student has read and sampled.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ _MARK, _NEW = "text-of-the-turn", "text-of-the-new-message"
 _USER: Message = {"role": "user", "content": "1+1?"}
 _SAID: Message = {"role": "assistant", "content": "2"}
 _SYSTEM: Message = {"role": "system", "content": "Add."}
+_READ = ("user", "tool")  # roles of what an environment yields
+_REMEDIES = {"user": "save another chat template there", "tool": "make it a user message"}
 _BEFORE_MARK = ("", "<think>\n1\n</think>\n\n", "Hm. ")  # templates parse an assistant's text
 
 
@@ -41,6 +45,7 @@ class Bridge:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._refusals: dict[str, str | None] = {}
+        self._written: set[tuple[str, ...]] = set()  # roles of messages that the template writes
 
     def append(self, messages: Sequence[Message], last_token: int) -> Observed:
         """The end of a turn whose last token is `last_token`, the messages after it, and the
@@ -53,6 +58,7 @@ class Bridge:
             if reason := self.refusal(message["role"]):
                 raise DataError(reason)
         cleaned, number = self.neutralised(messages)
+        self._require_written([_USER, _SAID, *cleaned])
         text = self._after_mark([_USER], cleaned)
         ids = tuple(self._tokenizer.encode(text))
         end = next(place for place, token in enumerate(ids) if token in self._tokenizer.added_ids)
@@ -62,8 +68,12 @@ class Bridge:
     def render(self, messages: Sequence[Message], context_ids: Sequence[int]) -> Observed:
         """A whole conversation as the chat template writes it, with the generation prompt. If it
         begins with `context_ids`, only what follows them.
+
+        Raises:
+            DataError: a template that fails on these messages, or leaves one of them out.
         """
         cleaned, number = self.neutralised(messages)
+        self._require_written(cleaned)
         text = self._tokenizer.render(cleaned, generation_prompt=True)
         ids, length = tuple(self._tokenizer.encode(text)), len(context_ids)
         extends = ids[:length] == tuple(context_ids)
@@ -73,6 +83,12 @@ class Bridge:
     def between(self, role: str) -> str:
         """What `append` writes for a message of this role whose text is "..."."""
         return self._after_mark([_USER], [{"role": role, "content": "..."}])
+
+    def difference(self, of_teacher: Bridge, role: str) -> tuple[str, str] | None:
+        """What this template and the teacher's write for a message of this role; None: the same."""
+        own = repr(self.between(role))
+        other = of_teacher.refusal(role) or repr(of_teacher.between(role))
+        return None if own == other else (own, other)
 
     def said(self, turn: Message) -> str:
         """An assistant's text, then its tool calls as the chat template writes them.
@@ -106,15 +122,14 @@ class Bridge:
             reason = str(error)
         if reason is None:
             return None
-        remedy = "save another chat template there" if role == "user" else "make it a user message"
         return (
             f"{self._tokenizer.path}: a {role} message cannot follow a turn of the assistant: "
-            f"{reason}; {remedy}"
+            f"{reason}; {_REMEDIES.get(role, _REMEDIES['tool'])}"
         )
 
     def _problem(self, role: str) -> str | None:
         """Compare what the template writes around a message after several histories and turns."""
-        if role not in ("user", "tool"):
+        if role not in _READ:
             return "only user and tool messages can"
         if not self._tokenizer.has_template:
             return "there is no chat template"
@@ -142,6 +157,29 @@ class Bridge:
         if self._tokenizer.added_ids.isdisjoint(first):
             return f"no token of its own begins what the chat template writes, {text!r:.40}"
         return None
+
+    def _require_written(self, messages: Sequence[Message]) -> None:
+        """Raise a DataError if the template leaves out a message of the user or of a tool."""
+        roles = tuple(message["role"] for message in messages)
+        if roles in self._written:
+            return
+        marks = {place: f"{_NEW} {place}." for place, role in enumerate(roles) if role in _READ}
+        marked = [*messages]
+        for place, mark in marks.items():
+            marked[place] = {**messages[place], "content": mark}
+        try:
+            text = self._tokenizer.render(marked, generation_prompt=True)
+        except DataError as error:
+            if "tool" not in roles:
+                raise
+            raise DataError(f"{error}, or make each tool message a user message") from error
+        for place, mark in marks.items():
+            if mark not in text:
+                raise DataError(
+                    f"{self._tokenizer.path}: its chat template leaves out a {roles[place]} "
+                    f"message of these: {', '.join(roles)}; {_REMEDIES[roles[place]]}"
+                )
+        self._written.add(roles)
 
     def _after_mark(
         self,

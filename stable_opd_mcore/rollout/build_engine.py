@@ -45,16 +45,19 @@ def build_engine(
     progress: Callable[[], None] = lambda: None,
     memory: DeviceMemory | None = None,
     teacher: ServedTeacher | None = None,
+    teacher_tokenizer: Tokenizer | None = None,
 ) -> RolloutEngine:
     """The engine of `rollout.engine`, over the student's model chunks of this rank.
 
     Args:
         stop_requested: whether the run is about to end; then no server is waited for.
         progress: called from any thread whenever a server has answered or a token is decoded.
+        teacher_tokenizer: that of a teacher with a chat template of its own.
 
     Raises:
         UserError: the run to replay has no stored rollouts, or there are too few servers.
     """
+    interaction = build_interaction(config, chunks, tokenizer, teacher_tokenizer)
     match config.rollout.engine:
         case "embedded":
             if world.device.type == "cuda" and world.rank == 0:
@@ -63,11 +66,12 @@ def build_engine(
                     "large student; set rollout.engine=sglang and "
                     "rollout.sglang.placement=colocated"
                 )
-            ahead = {
-                "max_staleness": config.rollout.max_staleness,
-                "partial": config.rollout.partial,
-            }
-            return embedded_engine(config, world, chunks, tokenizer, progress, **ahead)
+            return embedded_engine(
+                *(config, world, chunks, tokenizer, progress),
+                max_staleness=config.rollout.max_staleness,
+                partial=config.rollout.partial,
+                interaction=interaction,
+            )
         case "replay":
             return _replay_engine(config)
         case "sglang":
@@ -81,7 +85,7 @@ def build_engine(
                 progress=progress,
                 memory=memory,
                 teacher=teacher,
-                interaction=build_interaction(config, chunks, tokenizer),
+                interaction=interaction,
             )
 
 
@@ -115,6 +119,7 @@ def embedded_engine(
     chunks: Sequence[Module],
     tokenizer: Tokenizer,
     progress: Callable[[], None] = lambda: None,
+    interaction: Interaction | None = None,
     **ahead: Any,
 ) -> EmbeddedEngine:
     """An engine that can sample responses to any prompt; evaluations use it too. `ahead` is
@@ -125,13 +130,16 @@ def embedded_engine(
         tokenizer.decode,
         vocab_size=tokenizer.vocab_size,
         progress=progress,
-        interaction=build_interaction(config, chunks, tokenizer),
+        interaction=interaction or build_interaction(config, chunks, tokenizer),
         **ahead,
     )
 
 
 def build_interaction(
-    config: Config, chunks: Sequence[Module], tokenizer: Tokenizer
+    config: Config,
+    chunks: Sequence[Module],
+    tokenizer: Tokenizer,
+    teacher_tokenizer: Tokenizer | None = None,
 ) -> Interaction:
     """The environments of the run; without any, every response is an episode."""
     environments = environments_of(config)
@@ -143,6 +151,7 @@ def build_interaction(
         tokenizer.with_template_kwargs(config.evaluation.chat_template_kwargs),
         config.data.system_prompt,
         architecture_of(chunks).max_positions,
+        teacher_tokenizer,
     )
 
 

@@ -56,6 +56,7 @@ class Interaction:
     held_out_tokenizer: Tokenizer | None = None  # with the template's arguments of evaluations
     system_prompt: str | None = None  # data.system_prompt
     window: int = 0  # the most tokens that the student reads
+    teacher_tokenizer: Tokenizer | None = None  # of a teacher with a chat template of its own
 
     def __post_init__(self) -> None:
         self._pools: dict[str, EnvironmentPool] = {}  # one is made for its first episode
@@ -65,6 +66,7 @@ class Interaction:
         self.roles: set[str] = set()  # of the messages that continued a context
         used = (self.tokenizer, self.held_out_tokenizer)
         self._bridges = [Bridge(each) for each in used if each is not None]
+        self._compared: set[str] = set()  # roles that both templates write in the same form
         for name, settings in self.environments.items():
             reason = self._bridges[0].refusal("user")
             if settings.history == "append" and reason is not None:
@@ -178,18 +180,40 @@ class Interaction:
             said: Message = {"role": "assistant", "content": episode.turns[-1].text}
             conversation = [*episode.conversation, said, *messages]
             seen = bridge.render(conversation, episode.context.tolist())
+        if not (is_first or step.restarts):
+            self._note({message["role"] for message in messages}, asked.sampling)
         with self._lock:
             if asked.sampling.training_step is not None:
                 self._counts["neutralised_tokens"] += num_neutralised
                 self._counts["cut_tokens"] += num_cut
-            if not (is_first or step.restarts):
-                self.roles.update(message["role"] for message in messages)
         return Observation(
             seen.token_ids,
             seen.restarts,
             self._decoded(seen.token_ids),
             conversation=tuple(conversation) if settings.history == "template" else (),
         )
+
+    def _note(self, roles: set[str], sampling: Sampling) -> None:
+        """Note the roles of messages that continue a context.
+
+        Raises:
+            DataError: a teacher that scores them, and whose template writes them in another form.
+        """
+        with self._lock:
+            self.roles |= roles
+        teacher = self.teacher_tokenizer
+        if teacher is None or not teacher.has_template or sampling.training_step is None:
+            return
+        for role in sorted(roles - self._compared):
+            if found := self._bridges[0].difference(Bridge(teacher), role):
+                own, others = found
+                raise DataError(
+                    f"{teacher.path}: its chat template writes {others} for a {role} message "
+                    f"between two turns, the student's {own}, so the teacher would score turns "
+                    "after a text whose form it was not trained on; set tokenizer.path to the "
+                    "teacher's directory, yield messages of another role, or yield restarts"
+                )
+            self._compared.add(role)
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
         assert self.tokenizer is not None

@@ -26,6 +26,7 @@ from stable_opd_mcore.run_inputs import (
     refuse_long_support,
     refuse_routing_without_experts,
     teacher_stop_ids,
+    teacher_template,
 )
 from stable_opd_mcore.train.phases import device_memory
 from stable_opd_mcore.train.run import Run
@@ -97,6 +98,7 @@ def build_run(
     engine = build_engine(
         *(config, world, models.student, tokenizer, stop_requested, progress, memory),
         served_teacher,
+        None if objective.teacher_needs == "none" else teacher_template(config, tokenizer),
     )
     return Run(
         config=config,

@@ -124,6 +124,37 @@ def playing(tmp_path, function, objective=None, **models):
     return config_of(tmp_path, golden="last", sections=sections, **models)
 
 
+CALLS = """
+def episode(row, seed):
+    said = yield None
+    if "<call>" in said:
+        yield [{"role": "tool", "content": "4"}]
+    return 1
+"""
+WITHOUT_TOOLS = TEMPLATE.replace("messages %}", "messages if message.role != 'tool' %}")
+
+
+@pytest.mark.parametrize("template", [NO_TOOLS, WITHOUT_TOOLS])
+@pytest.mark.parametrize("history", ["append", "template"])
+def test_tool_messages_that_no_example_episode_has_are_compared_too(tmp_path, template, history):
+    (tmp_path / "game.py").write_text(CALLS)
+    environment = {"function": f"{tmp_path}/game.py:episode", "history": history}
+    sections = {"objective": {"name": "opd"}, "environment": environment}
+    given = {"golden": "last", "role": "user", "sections": sections}
+
+    def errors(**models: str) -> list[tuple[str, str]]:
+        found = check_config(config_of(tmp_path, **models, **given), None).errors
+        return [(each.subject, each.title) for each in found if each.subject != "models"]
+
+    assert errors() == []
+    difference = f"{TITLE} around a tool message between two turns"
+    assert errors(teacher=template) == [("chat template", difference)]
+    (subject, title), *_ = errors(student=template, teacher=template)
+    assert subject == "environment"
+    assert "tool" in title
+    assert "a user message" in title
+
+
 TITLE = "the templates write another text"
 
 

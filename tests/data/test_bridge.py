@@ -185,6 +185,20 @@ def raising(condition):
     return TEMPLATE.replace("{% for", f"{{{{ raise_exception('No!') if {condition} }}}}{{% for", 1)
 
 
+@pytest.mark.parametrize("kept", ["false", "message == messages[-1]"])
+def test_a_template_that_leaves_out_messages_is_refused(tmp_path, kept):
+    only = f"messages if message.role != 'tool' or {kept} %}}"
+    template = TEMPLATE.replace("messages %}", only)
+    bridge = Bridge(Tokenizer.load(write_model(tmp_path, template=template)))
+    tools = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]
+    conversation = [ASK, {"role": "assistant", "content": "2+2"}, *tools]
+    with pytest.raises(DataError, match=r"leaves out a tool .*assistant, tool, tool; make it a us"):
+        bridge.render(conversation, [])
+    with pytest.raises(DataError, match=r"tool message .*; make it a user message"):
+        bridge.append(tools, 0)
+    bridge.render(conversation[:2], [])
+
+
 @pytest.mark.parametrize(
     ("template", "role", "reason"),
     [

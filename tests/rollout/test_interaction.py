@@ -1,6 +1,7 @@
 """What an episode observes: a real environment's messages as token ids, and when it ends."""
 
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -249,6 +250,24 @@ def test_a_message_that_the_template_cannot_put_after_a_turn_is_named(interact):
     episode = followed(interaction, begun(tokenizer, None, [{"role": "tool", "content": "4"}]))
     with pytest.raises(DataError, match="a tool message cannot follow a turn"):
         followed(interaction, said(episode, tokenizer, "go"))
+
+
+def test_a_message_that_the_teachers_template_writes_otherwise_is_named(interact):
+    """Qwen2.5 and Qwen3 write the same around both roles, R1 other text around a user's."""
+    tokenizer = real_tokenizer(QWEN25)
+    for name, role, sampling, message in (
+        (QWEN3, "tool", TRAINING, None),
+        (R1, "user", HELD_OUT, None),
+        (R1, "user", TRAINING, "R1.*: its chat template writes .*for a user mess.*student's '<"),
+        (R1, "tool", TRAINING, "R1.*: .*a tool message cannot follow .*for a tool message"),
+    ):
+        interaction = interact(tokenizer)
+        interaction.teacher_tokenizer = real_tokenizer(name)
+        begin = begun(tokenizer, None, [{"role": role, "content": "4"}])
+        episode = said(followed(interaction, begin, sampling), tokenizer, "go")
+        refused = pytest.raises(DataError, match=message) if message else nullcontext()
+        with refused:
+            assert followed(interaction, episode, sampling).is_open
 
 
 WAITING = """
