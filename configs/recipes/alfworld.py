@@ -1,8 +1,8 @@
 """ALFWorld's games in text (the package alfworld), a new context in each step, as in LSM's runs.
 
 The row's column `game` is a file game.tw-pddl that `alfworld-download` has written. The student
-reads the task, its last two steps, what it sees now and the actions that it may take. This file has
-not been run with ALFWorld; its test has objects with the same interface.
+reads the task, its last two steps, what it sees now and the actions that it may take. It was run
+with alfworld 0.4.2 on games written for that engine; its test has objects with the same interface.
 """
 
 import re
