@@ -267,6 +267,13 @@ class Sample(_WithArrays):
         return np.diff(turns, append=-1) != 0
 
     @property
+    def num_truncated_turns(self) -> int:
+        """Turns that did not end with a stop token; without tokens it counts as one turn."""
+        if self.turn_truncated is None or not len(self.places):
+            return int(self.truncated)
+        return int(self.turn_truncated[self.ends_turn].sum())
+
+    @property
     def is_scored(self) -> bool:
         """Whether other models score it: golden solutions only if they are off-policy."""
         return self.kind == "rollout" or self.off_policy

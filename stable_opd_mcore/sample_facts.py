@@ -27,7 +27,8 @@ class SampleFacts:
     sampled_tokens_B: NDArray[np.int64]  # N, see Sample
     trained_tokens_B: NDArray[np.int64]
     reward_B: NDArray[np.float64]  # NaN: not graded
-    truncated_B: NDArray[np.bool_]  # see Sample
+    turns_B: NDArray[np.int64]  # at least 1
+    truncated_turns_B: NDArray[np.int64]  # those that did not end with a stop token
     source_B: NDArray[np.int64] | None = None  # its place in data.train; None: there is one source
     # of the teacher's sequence; None: the teacher reads the student's prompts
     teacher_tokens_B: NDArray[np.int64] | None = None

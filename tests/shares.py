@@ -45,7 +45,8 @@ def facts_of(samples: Sequence[Sample]) -> SampleFacts:
         sampled_tokens_B=np.array([len(s.places) for s in samples], np.int64),
         trained_tokens_B=np.array([s.trained.sum() for s in samples], np.int64),
         reward_B=np.array(rewards, np.float64),
-        truncated_B=np.array([sample.truncated for sample in samples], np.bool_),
+        turns_B=np.array([max(1, s.ends_turn.sum()) for s in samples], np.int64),
+        truncated_turns_B=np.array([s.num_truncated_turns for s in samples], np.int64),
     )
 
 

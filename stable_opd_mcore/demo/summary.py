@@ -8,7 +8,6 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.demo.recipe import Job
 from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.figures import Row
@@ -59,30 +58,23 @@ def summarise(job: Job) -> ArmSummary:
     assert job.arm is not None
     rows = read_metrics(RunDirectory(job.directory).metrics)
     has_ring = any(f"source/{RING}/accuracy" in row for row in rows)
-    return ArmSummary(job.arm, job.seed, outcome(rows), _ring(job, rows) if has_ring else {})
+    return ArmSummary(job.arm, job.seed, outcome(rows), _ring(rows) if has_ring else {})
 
 
-def _ring(job: Job, rows: Sequence[Row]) -> dict[str, float]:
+def _ring(rows: Sequence[Row]) -> dict[str, float]:
     """Success, turns, truncated turns and KL in later turns of the ring's episodes, 5-step means.
 
     The KL is over the last five steps that have such turns.
     """
     success = window_means(defined(rows, f"source/{RING}/accuracy"))
-    turns: list[float] = []
-    cut: list[float] = []
-    for step in (row["step"] for row in rows if row.get("loss/total") is not None):
-        rollouts = read_rollouts(RunDirectory(job.directory).rollouts(step))
-        episodes = [each.turns for each in rollouts if each.prompt.prompt_id.startswith(RING)]
-        ends = [turn.finish_reason for episode in episodes for turn in episode]
-        turns.append(len(ends) / len(episodes))
-        cut.append(ends.count("length") / len(ends))
-    cut = window_means(cut)
+    cut = window_means(defined(rows, f"source/{RING}/truncation_rate"))
+    turns = window_means(defined(rows, "rollout/turns_mean"))
     kl = {part: window_means(defined(rows, f"kl/teacher_{part}")) for part in _LATER_TURNS}
     return {
         "ring_initial_success": success[0],
         "ring_peak_success": max(success),
         "ring_final_success": success[-1],
-        "ring_final_turns": window_means(turns)[-1],
+        "ring_final_turns": turns[-1],
         "ring_max_cut_turns": max(cut),
         "ring_final_cut_turns": cut[-1],
         **{f"ring_final_kl_{part}": (means or [math.nan])[-1] for part, means in kl.items()},

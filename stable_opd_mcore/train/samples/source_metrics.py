@@ -51,7 +51,7 @@ def limits_of(config: Config, source_B: NDArray[np.int64] | None) -> EpisodeLimi
 
 
 def source_metrics(config: Config, objective: Objective, facts: SampleFacts) -> Metrics:
-    """Shares, accuracy and truncation of each group; `facts` are of all samples: do not reduce it.
+    """Shares, accuracy and truncation of each group; `facts` are of all episodes: do not reduce it.
 
     Of the rollouts; in a run without them of the golden solutions. The share of gradient weight is
     that of the sum over trained tokens of the weight of the policy term, or of sft.
@@ -74,9 +74,9 @@ def source_metrics(config: Config, objective: Objective, facts: SampleFacts) -> 
         for name, values_B in shares.items():
             total = float(values_B.sum())
             metrics[f"{key}/{name}"] = Mean(float(values_B[member_B].sum()), total)
-        for name, values_B, of_B in (
-            ("accuracy", facts.reward_B, graded_B & member_B),
-            ("truncation_rate", facts.truncated_B, counted_B & member_B),
-        ):
-            metrics[f"{key}/{name}"] = Mean(float(values_B[of_B].sum()), int(of_B.sum()))
+        own_B, of_B = counted_B & member_B, graded_B & member_B
+        metrics[f"{key}/accuracy"] = Mean(float(facts.reward_B[of_B].sum()), int(of_B.sum()))
+        turns = int(facts.turns_B[own_B].sum())
+        cut = int(facts.truncated_turns_B[own_B].sum())
+        metrics[f"{key}/truncation_rate"] = Mean(cut, turns)
     return Metrics(metrics)

@@ -5,9 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from stable_opd_mcore.data.responses import rollout_metrics
+from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.losses.objectives import build_objective
+from stable_opd_mcore.losses.token_weights import by_episode
+from stable_opd_mcore.metrics import Mean
 from stable_opd_mcore.monitoring.names import require_known
-from stable_opd_mcore.records import Sample
+from stable_opd_mcore.records import Prompt, Rollout, Sample, Turn
+from stable_opd_mcore.train.samples.sharing import gather_facts
 from stable_opd_mcore.train.samples.source_metrics import groups_of, source_metrics
 from tests.losses.cases import make_config
 from tests.shares import facts_of, sample_of
@@ -56,6 +61,33 @@ def test_shares_accuracy_and_truncation_of_each_source_and_teacher():
     by_tokens = make_config(data__train=SOURCES, teacher=TEACHER, aggregation="token_mean")
     found = source_metrics(by_tokens, build_objective(by_tokens, (1,), (1,)), facts())
     assert found.values_by_key()["source/code/weight_share"] == pytest.approx(0.04)
+
+
+def test_truncation_is_of_turns_as_over_all_rollouts(world):
+    """Of episodes too, in one context or two, and without a token; of plain responses."""
+    cut, ended = Turn(2, "length"), Turn(2, "stop")
+    anew = replace(cut, before=(8, 8), restarts=True)
+    episodes = [(cut, ended, anew), (ended, ended), (anew, ended), (Turn(0, "length"),)]
+    rollouts = [
+        Rollout(
+            replace(Prompt("p", "", (1, 2)), slot=slot),
+            0,
+            np.full(sum(turn.num_tokens for turn in turns), 7, np.int32),
+            np.zeros(sum(turn.num_tokens for turn in turns), np.float32),
+            "stop" if turns[-1] is ended else "length",
+            0,
+            turns=turns,
+        )
+        for slot, turns in enumerate([*episodes, (ended,), (cut,), (ended,)])
+    ]
+    facts, _ = by_episode(gather_facts(world, rollout_samples(rollouts)))
+    config = make_config(data__train=SOURCES, teacher=TEACHER)
+    of_source = replace(facts, source_B=np.array([0] * 4 + [1] * 3))
+    found = source_metrics(config, build_objective(config, (1,), (1,)), of_source)
+    for name, own in (("mine_math.jsonl_train", rollouts[:4]), ("code", rollouts[4:])):
+        expected = rollout_metrics(own, 8)["rollout/truncation_rate"]
+        assert found[f"source/{name}/truncation_rate"] == expected
+    assert rollout_metrics(rollouts, 8)["rollout/truncation_rate"] == Mean(5, 11)
 
 
 @pytest.mark.parametrize(
