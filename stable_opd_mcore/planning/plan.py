@@ -91,6 +91,8 @@ class Plan:
                 "placement": run.topology.placement,
                 "count": len(run.topology.servers),
                 "tensor": run.topology.tensor,
+                "publish_gib": round(run.published_bytes / GIB, 3),
+                "frozen_gib": round(run.frozen_bytes / GIB, 3),
             },
             "assumed": asdict(run.work) | {"teacher_prompt_tokens": run.teacher_prompt_tokens},
             "memory_gib": {
@@ -147,6 +149,9 @@ class Plan:
             f"assumed: {run.work.prompt_tokens} prompt and {run.work.response_tokens} response "
             "tokens on average; no GPU has confirmed the seconds",
         ]
+        if run.published_bytes:
+            frozen = f", after {_gib(run.frozen_bytes)} GiB once" if run.frozen_bytes else ""
+            lines.append(f"a publish sends {run.published_bytes / GIB:.2f} GiB{frozen}")
         if run.work.observed_tokens:
             lines.append(
                 f"assumed: {run.work.observed_tokens} observed tokens of an episode on average"

@@ -20,7 +20,7 @@ from stable_opd_mcore.planning.hardware import Cluster, Device, device_named
 from stable_opd_mcore.planning.known_models import model_source, models_in_trainer
 from stable_opd_mcore.planning.layout import Layout, layout_of
 from stable_opd_mcore.planning.model_size import WEIGHT_BYTES, ModelSize
-from stable_opd_mcore.planning.topology import Topology, derive_topology
+from stable_opd_mcore.planning.topology import Topology, derive_topology, sends_adapter
 
 PRIVILEGED_TOKENS = 1024  # assumed mean by which teacher.prompt is longer than the prompt
 OBSERVED_TOKENS = 256  # assumed mean tokens of an environment's answer to a turn
@@ -112,6 +112,20 @@ class PlannedRun:
     def element(self) -> int:
         """Bytes of an activation and of a weight."""
         return WEIGHT_BYTES[self.config.train.precision]
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Weights that servers get once: under factors that they get as an adapter."""
+        sends_factors = sends_adapter(self.config, self.models.student)
+        return self.element * self.student.total_parameters() if sends_factors else 0
+
+    @property
+    def published_bytes(self) -> int:
+        """What each publish sends, to however many servers."""
+        whole = ModelSize(self.models.student, Layout(1))
+        if self.frozen_bytes and (lora := self.config.student.lora):
+            return self.element * whole.factor_parameters(lora.rank)
+        return self.element * whole.total_parameters() if self.config.rollout.has_servers else 0
 
     @property
     def golden(self) -> int:

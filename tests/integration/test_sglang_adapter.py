@@ -118,10 +118,9 @@ def publish_and_sample(rank: int, world_size: int, directory: str, urls: list[st
     stop_world()
 
 
-def student(world: World, rank: int) -> list[Module]:
-    precision, seed = "fp32", 1
+def student(world: World, rank: int) -> Sequence[Module]:
     fields = read_architecture(FIELDS)
-    chunks = build_model(fields, world, precision=precision, trainable=False, seed=seed)
+    chunks = build_model(fields, world, precision="fp32", trainable=False, seed=1)
     adapt(chunks, rank=rank, alpha=8.0)
     return chunks
 
@@ -135,7 +134,7 @@ def publish(engine: SglangEngine, chunks: Sequence[Module], version: int) -> flo
                 b_OR.normal_(std=0.2)
     engine.publish(version)
     sent = engine.take_metrics().get("engine/sync_bytes")
-    return 0.0 if sent is None else sent.value()
+    return 0.0 if sent is None else sent.value() or 0.0
 
 
 PROMPTS = [Prompt(f"test:{i}", "", tuple(range(3 + i, 20 + i))) for i in range(3)]

@@ -1,6 +1,7 @@
 """The plan as a whole: ranked layouts, JSON, the command."""
 
 import json
+import math
 import shlex
 from typing import Any
 
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from stable_opd_mcore.cli import app
 from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.models.tensors import hf_shapes
 from stable_opd_mcore.planning.hardware import GIB, Cluster
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.plan import layouts_table, make_plan, rank_layouts
@@ -50,6 +52,22 @@ def test_json_holds_the_table(tmp_path):
     phases = values["memory_gib"]["phases"]
     assert max(phases, key=phases.get) == plan.memory.peak_phase == "rollout"  # the server's share
     assert all(f"{value:.1f}" in plan.table() for value in phases.values())
+
+
+def test_a_publish_sends_all_weights_or_the_factors_of_every_matrix(tmp_path):
+    settings = {"all": [], "factors": ["student.lora.rank=16"]}
+    settings["merged"] = [*settings["factors"], "rollout.sglang.lora=merged"]
+    plans = {n: make_plan(config_7b(tmp_path, *each), NODE) for n, each in settings.items()}
+    shapes = hf_shapes(plans["all"].run.models.student)
+    matrices = [shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2]
+    weights = 2 * sum(map(math.prod, shapes.values()))
+    factors = 2 * 16 * sum(rows + columns for rows, columns in matrices)
+    sent = {n: (plan.run.published_bytes, plan.run.frozen_bytes) for n, plan in plans.items()}
+    assert sent == {"all": (weights, 0), "factors": (factors, weights), "merged": (weights, 0)}
+    once = f"a publish sends {factors / GIB:.2f} GiB, after {weights / GIB:.1f} GiB once"
+    assert once in plans["factors"].table()
+    servers = json.loads(plans["factors"].as_json())["servers"]
+    assert servers["publish_gib"] < servers["frozen_gib"]
 
 
 OWN_PROMPT = "teacher.prompt='{{ solution }}'"

@@ -142,9 +142,8 @@ class AdapterSync:
         for matrix, a_RI, b_OR in iter_factors(self.chunks):
             if is_sender:
                 matrix = name_on_server(matrix, architecture)
-                for which, factor in (("A", a_RI), ("B", b_OR)):
-                    own = factor.to("cpu", self.dtype, copy=True).contiguous()
-                    tensors[tensor_name(matrix, which)] = own
+                tensors[tensor_name(matrix, "A")] = self._on_host(a_RI)
+                tensors[tensor_name(matrix, "B")] = self._on_host(b_OR)
         text = self._sampled_text()
         if not is_sender:
             return None
@@ -156,6 +155,9 @@ class AdapterSync:
         pickled = base64.b64encode(pickle.dumps(tensors)).decode()
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         return _Adapter(name, body, pickled, num_bytes, text)
+
+    def _on_host(self, factor: Tensor) -> Tensor:
+        return factor.to("cpu", self.dtype, copy=True).contiguous()
 
     def _sampled_text(self) -> Rollout:
         """A few tokens of the student in the trainer, with the weights that are sent. Collective
