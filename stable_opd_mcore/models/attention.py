@@ -22,6 +22,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from stable_opd_mcore.models.rotary import rotate
+from stable_opd_mcore.models.sinks import attend_with_sinks, causal_bias, sinks_of, window_of
 from stable_opd_mcore.parallel.context import token_indices
 
 _BUCKET_RATIO = 0.75  # the shortest sequence of a bucket, as a share of the longest, at least
@@ -170,8 +171,14 @@ class TorchSelfAttention(SelfAttention):
         )
         heads = (rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), value)
         buckets, keys = packed_seq_params.buckets, packed_seq_params.keys
-        scale = self.config.softmax_scale
-        output = _packed(*heads, buckets=buckets, keys=keys, scale=scale)
+        output = _packed(
+            *heads,
+            buckets=buckets,
+            keys=keys,
+            scale=self.config.softmax_scale,
+            sinks=sinks_of(self),
+            window=window_of(self),
+        )
         for gate in gates:
             output = output * gate.flatten(2).sigmoid()
         return self.linear_proj(output)
@@ -184,8 +191,16 @@ def _packed(
     buckets: Buckets,
     keys: GatheredKeys | None = None,
     scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Causal attention within each sequence of [T, 1, heads, D], as [T, 1, A D]."""
+    """Causal attention within each sequence of [T, 1, heads, D], as [T, 1, A D].
+
+    Args:
+        sinks, window: of the layer (sinks.py); a window goes with sinks.
+    """
+    assert window is None or sinks is not None
     parts = []
     whole, masks = buckets, (None,) * len(buckets.shapes)
     if keys is not None:
@@ -193,15 +208,20 @@ def _packed(
         key, value = keys.gather(key, value)
     heads = (_rectangles(query, buckets), _rectangles(key, whole), _rectangles(value, whole))
     for q, k, v, mask in zip(*heads, masks, strict=True):
-        attended = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        if sinks is not None:
+            assert mask is None, "a layout with context parallelism is refused"
+            bias = causal_bias(q.shape[2], window, like=q)
+            attended = attend_with_sinks(q, k, v, sinks, bias=bias, scale=scale)
+        else:
+            attended = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
         parts.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
     return from_rectangles(parts, buckets).unsqueeze(1)
 

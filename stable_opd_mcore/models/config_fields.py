@@ -46,6 +46,12 @@ def decoder_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return outer | text | kept
 
 
+def is_mxfp4(settings: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that the files hold experts in MXFP4 (mxfp4.py)."""
+    method = settings.get("quantization_config")
+    return isinstance(method, Mapping) and method.get("quant_method") == "mxfp4"
+
+
 def with_layers(settings: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The settings of a model's first layers."""
     if "text_config" in settings:

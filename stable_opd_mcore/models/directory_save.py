@@ -40,8 +40,8 @@ from stable_opd_mcore.host.atomic_files import (
     restore_directory,
 )
 from stable_opd_mcore.models.hidden_states import unwrap
-from stable_opd_mcore.models.huggingface import write_config
 from stable_opd_mcore.models.manifest import hash_own_files, write_manifest
+from stable_opd_mcore.models.small_files import write_config
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import gather_objects
 

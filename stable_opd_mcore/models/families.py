@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.config_fields import Fields, decoder_settings, read_fields
+from stable_opd_mcore.models.config_fields import (
+    Fields,
+    decoder_settings,
+    is_mxfp4,
+    read_fields,
+)
+from stable_opd_mcore.models.layer_types import LINEAR, SLIDING, layers_of_type, read_layer_types
 from stable_opd_mcore.models.rotary_settings import Rotary, read_rotary
 
 
@@ -32,6 +38,13 @@ class Family:
     gated_attention: bool = False  # q_proj also gives a gate for each query head's output
     rotary_share: float = 1.0  # rotated share of a head's elements, if config.json gives none
     delta_nets: bool = False  # layers of type linear_attention have a gated delta net instead
+    sliding_windows: bool = False  # layers of type sliding_attention read only the last tokens
+    sinks: bool = False  # a learned logit of each head takes part in the attention's softmax
+    biases: bool = False  # the attention's output, the router and the experts have biases
+    # Gate and up are clamped to it; an expert's product is gate · sigmoid(1.702 gate) · (up + 1)
+    glu_limit: float | None = None
+    # One tensor holds a matrix of all experts of a layer, transposed, gate and up interleaved
+    stacked_experts: bool = False
     # Prefixes of the tensors of other parts of the model, which are not built but copied on export
     carried: tuple[str, ...] = ()
 
@@ -41,7 +54,6 @@ class Family:
         return "model.language_model." if self.nested else "model."
 
 
-_ATTENTION = "full_attention"  # as `layer_types` names it
 _PLAIN = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -58,6 +70,12 @@ _QWEN3_5: dict[str, Any] = {
     "rotary_share": 0.25,
     "delta_nets": True,
     "carried": ("model.visual.", "mtp."),
+}
+_GPT_OSS = {
+    "attention_bias": True,
+    "norm_topk_prob": True,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
 }
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, supported=_PLAIN),
@@ -84,6 +102,18 @@ FAMILIES: dict[str, Family] = {
     # Qwen3.5, 3.6 and 3.8: as published, and as transformers saves the text model by itself
     "qwen3_5": Family("Qwen3_5ForCausalLM", nested=True, **_QWEN3_5),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_QWEN3_5),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        qkv_bias=True,
+        qk_norm=False,
+        supported=_PLAIN | _GPT_OSS,
+        expert_width="intermediate_size",
+        sliding_windows=True,
+        sinks=True,
+        biases=True,
+        glu_limit=7.0,
+        stacked_experts=True,
+    ),
 }
 
 
@@ -147,6 +177,9 @@ class Architecture:
     initializer_range: float
     delta_net: DeltaNet | None  # sizes of its gated delta nets; None: it has none
     delta_layers: tuple[int, ...]  # indices, from 0, of the layers with a gated delta net
+    sliding_window: int | None  # tokens, itself included, that a token of these layers reads:
+    sliding_layers: tuple[int, ...]  # indices from 0
+    mxfp4: bool = field(compare=False)  # its files hold the experts in MXFP4, as no export does
     source: dict[str, Any] = field(compare=False, repr=False)  # config.json itself, for export
 
     @property
@@ -182,9 +215,8 @@ class Architecture:
     @property
     def attention_length(self) -> float:
         """Tokens of a sequence whose causal attention multiplies as much as the rest of a layer."""
-        return self.products / (
-            self.num_attention_layers * self.num_attention_heads * self.head_dim
-        )
+        unlimited = self.num_attention_layers - len(self.sliding_layers)
+        return self.products / (unlimited * self.num_attention_heads * self.head_dim)
 
 
 def read_architecture(
@@ -205,10 +237,16 @@ def read_architecture(
     origin, settings = read_fields(source)
     family = _family(origin, settings)
     settings = _changed(settings, window, rope_theta)
+    mxfp4 = family.stacked_experts and is_mxfp4(settings)
+    if mxfp4:
+        settings = {key: each for key, each in settings.items() if key != "quantization_config"}
     fields = Fields(origin, decoder_settings(settings))
     _refuse_unsupported(fields, family)
     heads, groups, head_dim = _heads(fields)
-    delta_layers = _delta_layers(fields, family)
+    types = read_layer_types(
+        fields, delta_nets=family.delta_nets, sliding_windows=family.sliding_windows
+    )
+    delta_layers, sliding_layers = layers_of_type(LINEAR, types), layers_of_type(SLIDING, types)
     return Architecture(
         model_type=fields.values["model_type"],
         num_layers=fields.count("num_hidden_layers"),
@@ -217,7 +255,7 @@ def read_architecture(
         num_key_value_heads=groups,
         head_dim=head_dim,
         ffn_hidden_size=fields.count(family.expert_width or "intermediate_size"),
-        experts=_experts(fields) if family.expert_width else None,
+        experts=_experts(fields, family) if family.expert_width else None,
         vocab_size=fields.count("vocab_size"),
         max_positions=fields.count("max_position_embeddings"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
@@ -226,6 +264,9 @@ def read_architecture(
         initializer_range=fields.number("initializer_range", 0.02),
         delta_net=_delta_net(fields) if delta_layers else None,
         delta_layers=delta_layers,
+        sliding_window=fields.count("sliding_window") if sliding_layers else None,
+        sliding_layers=sliding_layers,
+        mxfp4=mxfp4,
         source=dict(settings),
     )
 
@@ -253,31 +294,6 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
                 f"expected {wanted!r}; correct config.json if the weights are not of that kind, "
                 "else take another model"
             )
-    known = {_ATTENTION} | ({"linear_attention"} if family.delta_nets else set())
-    layers = set(map(str, fields.get("layer_types") or ()))
-    if not layers <= known:
-        raise UserError(
-            f"{fields.origin}: layer_types={sorted(layers)} is not supported for {model_type}; "
-            f"expected {' or '.join(sorted(known))} in every layer: take another model"
-        )
-
-
-def _delta_layers(fields: Fields, family: Family) -> tuple[int, ...]:
-    """The layers with a gated delta net instead of attention, from 0."""
-    if not family.delta_nets:
-        return ()
-    number = fields.count("num_hidden_layers")
-    types = fields.get("layer_types")
-    if types is None:
-        every = fields.count("full_attention_interval", 4)
-        types = [_ATTENTION if (i + 1) % every == 0 else "linear_attention" for i in range(number)]
-    if len(types) != number or _ATTENTION not in types:
-        raise UserError(
-            f"{fields.origin}: layer_types has {len(types)} layers, {types.count(_ATTENTION)} of "
-            f"them {_ATTENTION}; expected {number} (num_hidden_layers), at least one of them "
-            f"{_ATTENTION}: correct config.json"
-        )
-    return tuple(i for i, kind in enumerate(types) if kind != _ATTENTION)
 
 
 def _delta_net(fields: Fields) -> DeltaNet:
@@ -315,7 +331,7 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
     return heads, groups, head_dim or hidden // heads
 
 
-def _experts(fields: Fields) -> Experts:
+def _experts(fields: Fields, family: Family) -> Experts:
     # transformers 5 writes num_local_experts; published files have num_experts.
     key = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
     number = fields.count(key)
@@ -325,7 +341,8 @@ def _experts(fields: Fields) -> Experts:
             f"{fields.origin}: num_experts_per_tok={per_token} exceeds num_experts={number}; "
             "correct config.json"
         )
-    return Experts(number, per_token, normalised=bool(fields.get("norm_topk_prob", False)))
+    is_normalised = fields.get("norm_topk_prob", family.supported.get("norm_topk_prob", False))
+    return Experts(number, per_token, normalised=bool(is_normalised))
 
 
 def _changed(

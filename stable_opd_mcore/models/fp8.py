@@ -22,7 +22,13 @@ MULTIPLE = 16
 
 
 def refuse_fp8(architecture: Architecture, fp8: Fp8, *, tensor: int, precision: str | None) -> None:
-    """Raise a UserError if sizes or precision do not suit FP8; precision None: it is emulated."""
+    """Raise a UserError if family, sizes or precision do not suit FP8; precision None: it is
+    emulated."""
+    if architecture.family.biases:
+        raise UserError(
+            f"{fp8.setting}: the experts of this {architecture.model_type} model have biases, with "
+            f"which FP8 is not implemented; set fp8.{fp8.role}=null"
+        )
     for name, width in _widths(architecture, tensor).items():
         if width % MULTIPLE:
             raise UserError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stable_opd_mcore.config.training import Fp8, Recompute
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.families import Architecture, Family
 from stable_opd_mcore.models.fp8 import (
     MULTIPLE,
     megatron_settings,
@@ -25,6 +25,7 @@ from stable_opd_mcore.models.hidden_states import FactorList, HiddenStatesGPTMod
 from stable_opd_mcore.models.layout_refusal import layout_refusal
 from stable_opd_mcore.models.linear import emulate_fp8
 from stable_opd_mcore.models.rotary import RotaryByPosition
+from stable_opd_mcore.models.sinks import quick_gelu, refuse_sinks_on_device
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
 from stable_opd_mcore.models.weights import described_parameters, mark_shards, random_weights
 from stable_opd_mcore.parallel.world import World
@@ -54,7 +55,8 @@ def build_model(
 
     Raises:
         UserError: the layout does not suit the architecture, Transformer Engine would attend over
-            slices in fp32, or `fp8` does not suit sizes, precision or GPU.
+            slices in fp32, cuDNN has no attention with sinks, or `fp8` does not suit sizes,
+            precision or GPU.
     """
     _refuse_unfit(architecture, world, precision, fp8)
     config = transformer_config(architecture, world, precision, recompute, fp8, trainable)
@@ -94,6 +96,8 @@ def _refuse_unfit(
             f"parallel.context={world.context_size} with train.precision=fp32: Transformer Engine "
             "attends over slices in bf16 only; set train.precision=bf16 or parallel.context=1"
         )
+    if fused and architecture.family.sinks:
+        refuse_sinks_on_device()
     if fp8 is not None:
         needed = precision if fused else None
         refuse_fp8(architecture, fp8, tensor=world.tensor_size, precision=needed)
@@ -122,12 +126,9 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=architecture.rms_norm_eps,
         qk_layernorm=architecture.family.qk_norm,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=architecture.family.qkv_bias,
-        softmax_scale=architecture.rotary.softmax_scale(architecture.head_dim),
-        attention_output_gate=architecture.family.gated_attention,
+        add_bias_linear=architecture.family.biases,
+        **_attention_config(architecture),
+        **_activation_config(architecture.family, fused=fused),
         layernorm_zero_centered_gamma=architecture.family.zero_centred_norms,
         hetereogenous_dist_checkpoint=architecture.delta_net is not None,  # Megatron's spelling
         hidden_dropout=0.0,
@@ -148,12 +149,40 @@ def transformer_config(
         # Megatron's own fusions are torch.compile, which compiles again when the number of tokens
         # changes. SwiGLU is Transformer Engine's kernel; without dropout and bias the third fusion
         # would be one addition.
-        use_te_activation_func=fused,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=fused,
         **(megatron_settings(fp8, trainable=trainable) if fp8 and fused else {}),
     )
+
+
+def _attention_config(architecture: Architecture) -> dict[str, Any]:
+    """Megatron's settings of the attention, without its sizes."""
+    family, window = architecture.family, architecture.sliding_window
+    settings: dict[str, Any] = {
+        "add_qkv_bias": family.qkv_bias,
+        "softmax_scale": architecture.rotary.softmax_scale(architecture.head_dim),
+        "attention_output_gate": family.gated_attention,
+        "softmax_type": "learnable" if family.sinks else "vanilla",
+    }
+    if window is not None:
+        layers = range(architecture.num_layers)
+        settings["window_size"] = (window - 1, 0)  # tokens before and after the token itself
+        settings["window_attn_skip_freq"] = [n in architecture.sliding_layers for n in layers]
+    return settings
+
+
+def _activation_config(family: Family, *, fused: bool) -> dict[str, Any]:
+    """Megatron's settings of the MLPs' gated activation."""
+    if family.glu_limit is None:
+        silu = torch.nn.functional.silu
+        return {"gated_linear_unit": True, "activation_func": silu, "use_te_activation_func": fused}
+    return {
+        "gated_linear_unit": True,
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": family.glu_limit,
+        "glu_linear_offset": 1.0,
+    }
 
 
 def _layout_config(world: World) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain, islice
@@ -20,9 +19,11 @@ from torch.nn import Module
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import atomic_directory, describe_space
 from stable_opd_mcore.host.tensor_files import save_tensors
-from stable_opd_mcore.models import tensors
+from stable_opd_mcore.models import mxfp4, tensors
+from stable_opd_mcore.models.expert_stacks import file_shapes, place, stacked
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
+from stable_opd_mcore.models.small_files import write_config
 from stable_opd_mcore.models.weights import (
     architecture_of,
     fill_weights,
@@ -38,17 +39,6 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors")  # kinds of fi
 _BLOCKS, _ROWS = 16, 64  # parts of the head that are compared with a tied embedding
 _DTYPES = ("F32", "BF16", "F16", "F64")  # safetensors' names
 _BF16 = "BF16"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
@@ -62,8 +52,8 @@ def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
             belongs to another architecture: no weight has changed. Or a value is not finite: some
             weights have changed. The message names the file and the tensor.
     """
-    with _Checkpoint(Path(path)) as checkpoint:
-        checkpoint.check(architecture_of(chunks))
+    with _Checkpoint(Path(path), architecture_of(chunks)) as checkpoint:
+        checkpoint.check()
         with torch.no_grad():
             fill_weights(chunks, checkpoint.read)
         for fault in gather_objects(checkpoint.fault):
@@ -75,16 +65,16 @@ def check_hf(path: str | Path, architecture: Architecture) -> list[str]:
     """Check the names, shapes and types of all tensors; returns the files of weights that nothing
     reads. Raises what `load_hf` does, except for values that are not finite.
     """
-    with _Checkpoint(Path(path)) as checkpoint:
-        checkpoint.check(architecture)
+    with _Checkpoint(Path(path), architecture) as checkpoint:
+        checkpoint.check()
         return checkpoint.unread()
 
 
 def read_head(path: str | Path, architecture: Architecture, rows: slice) -> Tensor:
     """Rows of the output head, which may be the embedding. Raises as `check_hf`."""
     name = next(iter(tensors.hf_shapes(architecture))) if architecture.tied else tensors.HEAD
-    with _Checkpoint(Path(path)) as checkpoint:
-        checkpoint.check(architecture)
+    with _Checkpoint(Path(path), architecture) as checkpoint:
+        checkpoint.check()
         return checkpoint.read(name, (rows,))
 
 
@@ -92,7 +82,7 @@ def stored_dtypes(path: str | Path, architecture: Architecture) -> set[str]:
     """The types of the model's tensors in the files of a directory, by safetensors' names. Tensors
     that every model keeps in fp32 do not count."""
     entries = tensors.canonical_parameters(architecture)
-    with _Checkpoint(Path(path)) as checkpoint:
+    with _Checkpoint(Path(path), architecture) as checkpoint:
         return {
             checkpoint.dtype(name)
             for entry in entries
@@ -139,8 +129,8 @@ def export_hf(
     refuse_non_finite(chunks, f"{directory} is not written")
     source = None
     if base is not None and architecture.family.carried:
-        source = _Checkpoint(Path(base))
-        _require_readable(source, architecture, f"{directory} is not written")
+        source = _Checkpoint(Path(base), architecture)
+        _require_readable(source, f"{directory} is not written")
     if dist.get_rank() == 0:
         with source or nullcontext():
             _write_model(chunks, directory, source, save_tokenizer, max_file_bytes)
@@ -150,13 +140,13 @@ def export_hf(
     dist.barrier()
 
 
-def _require_readable(base: _Checkpoint, architecture: Architecture, what: str) -> None:
+def _require_readable(base: _Checkpoint, what: str) -> None:
     """Raise a UserError on all ranks if rank 0 cannot read what an export copies. Collective."""
     problem = None
     if dist.get_rank() == 0:
         try:
             with base:
-                base.carried(architecture)
+                base.carried()
         except UserError as error:
             problem = str(error)
     problem = gather_objects(problem)[0]
@@ -177,11 +167,13 @@ def _write_model(
     """The part of `export_hf` on rank 0; `base` None: there is nothing to copy from it."""
     architecture, dtype = architecture_of(chunks), unwrap(chunks[0]).config.params_dtype
     types = _export_types(architecture, dtype, base)
-    shapes = tensors.hf_shapes(architecture).items()
-    sizes = {name: math.prod(shape) * types[name].itemsize for name, shape in shapes}
-    whole = _typed(chunks, types)
+    shapes = file_shapes(architecture)
+    whole = stacked(_typed(chunks, types), architecture, shapes)
+    sizes = {
+        name: math.prod(shape) * types.get(name, dtype).itemsize for name, shape in shapes.items()
+    }
     if base is not None:
-        carried = base.carried(architecture)
+        carried = base.carried()
         sizes |= {name: base.copy(name).nbytes for name in carried}
         whole = chain(whole, ((name, base.copy(name)) for name in carried))
     try:
@@ -242,8 +234,8 @@ def _write_tensors(
 class _Checkpoint:
     """The safetensors files of a directory, each opened when its first tensor is read."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, architecture: Architecture) -> None:
+        self._directory, self._architecture = directory, architecture
         self._file_of: dict[str, str] = {}
         self._open: dict[str, Any] = {}
         self.fault: str | None = None  # the first tensor read with a value that is not finite
@@ -279,9 +271,10 @@ class _Checkpoint:
     def __exit__(self, *exception: Any) -> None:
         self._open.clear()
 
-    def check(self, architecture: Architecture) -> None:
+    def check(self) -> None:
         """Refuse a missing, misshapen or additional tensor; every rank checks all of them."""
-        wanted = tensors.hf_shapes(architecture)
+        architecture = self._architecture
+        wanted = mxfp4.stored_shapes(file_shapes(architecture), self._file_of)
         hint = (
             f"the model is {architecture.model_type} with {architecture.num_layers} layers of "
             f"{architecture.hidden_size}: give a complete checkpoint of this architecture"
@@ -295,10 +288,11 @@ class _Checkpoint:
                 raise UserError(
                     f"{self._path(name)}: tensor {name} has shape {found}, expected {shape}; {hint}"
                 )
-            if dtype not in _DTYPES:
+            allowed = (mxfp4.DTYPE,) if name.endswith(mxfp4.PARTS) else _DTYPES
+            if dtype not in allowed:
                 raise UserError(
                     f"{self._path(name)}: tensor {name} has dtype {dtype}, expected one of "
-                    f"{', '.join(_DTYPES)}; convert quantized weights first"
+                    f"{', '.join(allowed)}; convert quantized weights first"
                 )
         head = tensors.HEAD
         ignored = {head} if architecture.tied else set()
@@ -326,14 +320,24 @@ class _Checkpoint:
         return all(torch.equal(head[at : at + _ROWS], embedding[at : at + _ROWS]) for at in starts)
 
     def holds(self, name: str) -> bool:
-        return name in self._file_of
+        return self._file_name(name) in self._file_of
 
     def dtype(self, name: str) -> str:
-        return self._view(name).get_dtype()
+        dtype = self._view(self._file_name(name)).get_dtype()
+        return _BF16 if dtype == mxfp4.DTYPE else dtype
 
-    def carried(self, architecture: Architecture) -> list[str]:
+    def _file_name(self, name: str) -> str:
+        """The tensor in the files that holds one of the model's, or its blocks in MXFP4."""
+        found = place(name, self._architecture)
+        if found is None:
+            return name
+        blocks, _ = mxfp4.parts_of(found.stack)
+        return blocks if blocks in self._file_of else found.stack
+
+    def carried(self) -> list[str]:
         """The tensors that belong to other parts of the model; a UserError if one is missing."""
-        names = sorted(n for n in self._file_of if n.startswith(architecture.family.carried))
+        carried = self._architecture.family.carried
+        names = sorted(name for name in self._file_of if name.startswith(carried))
         for name in names:
             self._view(name)
         return names
@@ -348,8 +352,19 @@ class _Checkpoint:
         return sorted({path.name for path in files} - set(self._file_of.values()))
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """A slice of each dimension of a tensor; only these bytes are read from the file."""
-        tensor = self._handle(self._file_of[name]).get_slice(name)[part]
+        """A slice of each dimension of a tensor; only these bytes are read from the file, and all
+        of an expert's where it has gate and up in turn."""
+        found = place(name, self._architecture)
+        name = self._file_name(name)
+        view = self._handle(self._file_of[name]).get_slice(name)
+        if found is None:
+            tensor = view[part]
+        elif name == found.stack:
+            tensor = found.of(view[found.expert])
+        else:
+            scales = self._view(mxfp4.parts_of(found.stack)[1])[found.expert]
+            rows = view[found.expert][found.rows], scales[found.rows]
+            tensor = mxfp4.dequantised(*rows)
         if self.fault is None and not is_finite(tensor):
             self.fault = f"{self._path(name)}: tensor {name} holds NaN or infinity; replace it"
         return tensor
@@ -379,20 +394,3 @@ class _Checkpoint:
                     f"{error}; copy or download it again"
                 ) from None
         return self._open[file]
-
-
-def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path) -> None:
-    settings = {**architecture.source}
-    name = str(dtype).removeprefix("torch.")
-    settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = name
-    if architecture.family.nested:
-        settings["text_config"] = {**settings["text_config"], "dtype": name}
-    text = json.dumps(settings, indent=2) + "\n"
-    (directory / "config.json").write_text(text, encoding="utf-8")
-
-
-def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the tokenizer and generation settings of one model directory to another."""
-    for file in _TOKENIZER_FILES:
-        if (source / file).is_file():
-            shutil.copy(source / file, directory / file)

@@ -31,9 +31,10 @@ def layout_refusal(
                 f"{architecture.model_type} model: choose a tensor size among "
                 f"{_divisors(architecture.num_key_value_heads)}"
             )
-    if context > 1 and net is not None:
+    needs_whole = "a gated delta net" if net is not None else "an attention sink"
+    if context > 1 and (net is not None or architecture.family.sinks):
         return (
-            f"parallel.context={context}: a gated delta net of this "
+            f"parallel.context={context}: {needs_whole} of this "
             f"{architecture.model_type} model needs whole sequences on a rank; set "
             "parallel.context=1, and for memory a larger parallel.tensor or train.recompute=full"
         )

@@ -108,3 +108,9 @@ class TorchColumnLinear(TorchLinear, ColumnParallelLinear):
 
 class TorchRowLinear(TorchLinear, RowParallelLinear):
     """Megatron's layer with columns of the matrix on each tensor rank."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        if self.is_expert and bias is not None:
+            output = output.clone()  # Megatron adds the bias in place, which a view does not allow
+        return output, bias

@@ -190,9 +190,15 @@ def adapt(
         seed: for the values of A, which do not depend on the layout.
 
     Raises:
-        UserError: a matrix of a kind that has no factors yet.
+        UserError: a matrix, or a family, that has no factors yet.
     """
     for model in map(unwrap, chunks):
+        if model.architecture.family.stacked_experts:
+            raise UserError(
+                f"student.lora: an expert of this {model.architecture.model_type} model has no "
+                "factors yet, because its matrices are interleaved in the files; set "
+                "student.lora=null"
+            )
         model.requires_grad_(False)
         by_linear: dict[str, list[Factors]] = {}
         for name, weight, entry in list(described_parameters([model])):

@@ -29,6 +29,7 @@ from stable_opd_mcore.models.attention import RMSNorm, TorchSelfAttention, ZeroC
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
 from stable_opd_mcore.models.linear import TorchColumnLinear, TorchRowLinear
+from stable_opd_mcore.models.sinks import Sinks
 
 
 def transformer_engine_is_usable() -> bool:
@@ -113,7 +114,8 @@ def _torch_layer(
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     layer.submodules.self_attention.module = TorchSelfAttention
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = IdentityOp  # TorchSelfAttention has it built in
+    # TorchSelfAttention has it built in
+    attention.core_attention = Sinks if architecture.family.sinks else IdentityOp
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     attention.linear_qkv, attention.linear_proj = TorchColumnLinear, TorchRowLinear

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, get_args
 
 import torch
@@ -24,7 +25,8 @@ from stable_opd_mcore.models.families import Architecture
 # delta_qkvz, delta_qkv, delta_ba: parts of a gated delta net, interleaved by key head, then cut
 # gate_up: each half cut, then joined
 # vocab: rows padded to a multiple of the ranks, then cut
-# expert_gate_up, expert_down: one expert's, on the expert-parallel rank that holds it
+# expert_gate_up, expert_down: one expert's, on the expert-parallel rank that holds it; a bias has
+#   its matrix's layout
 Grouped = Literal["qkv", "gated_qkv", "delta_qkvz", "delta_qkv", "delta_ba"]
 Layout = (
     Grouped
@@ -64,7 +66,9 @@ _LAYER: dict[str, Parameter] = {
     ),
     "self_attention.q_layernorm.weight": Parameter(("self_attn.q_norm.weight",), "whole"),
     "self_attention.k_layernorm.weight": Parameter(("self_attn.k_norm.weight",), "whole"),
+    "self_attention.core_attention.softmax_offset": Parameter(("self_attn.sinks",), "rows"),
     "self_attention.linear_proj.weight": Parameter(("self_attn.o_proj.weight",), "columns"),
+    "self_attention.linear_proj.bias": Parameter(("self_attn.o_proj.bias",), "whole"),
     "self_attention.in_proj.weight": Parameter(
         ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"), "delta_qkvz"
     ),
@@ -82,28 +86,40 @@ _LAYER: dict[str, Parameter] = {
     "mlp.linear_fc2.weight": Parameter(("mlp.down_proj.weight",), "columns"),
     "mlp.router.weight": Parameter(("mlp.gate.weight",), "whole"),
 }
+# The router has another name in the files of families whose router has a bias.
+_ROUTER_WITH_BIAS = {
+    name: Parameter((name,), "whole") for name in ("mlp.router.weight", "mlp.router.bias")
+}
 _DELTA_NET = [f"self_attention.{name}" for name in (
     "in_proj.weight", "in_proj_ba.weight", "conv_weight", "dt_bias", "A_log", "norm_weight",
     "out_proj.weight",
 )]  # fmt: skip
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT_NAMES = (
-    re.compile(r"mlp\.experts\.local_experts\.(?P<index>\d+)\.linear_fc(?P<matrix>[12])\.weight"),
+    re.compile(
+        r"mlp\.experts\.local_experts\.(?P<index>\d+)\.linear_(?P<end>fc[12]\.(weight|bias))"
+    ),
     # Transformer Engine's layer of several experts
-    re.compile(r"mlp\.experts\.linear_fc(?P<matrix>[12])\.weight(?P<index>\d+)"),
+    re.compile(r"mlp\.experts\.linear_(?P<end>fc[12]\.(weight|bias))(?P<index>\d+)"),
 )
 
 
-def _expert(index: int) -> tuple[Parameter, Parameter]:
-    """The two parameters of an expert of a layer."""
-    gate, up, down = (f"mlp.experts.{index}.{x}_proj.weight" for x in ("gate", "up", "down"))
-    return Parameter((gate, up), "expert_gate_up"), Parameter((down,), "expert_down")
+def _expert(index: int, architecture: Architecture) -> dict[str, Parameter]:
+    """The parameters of an expert of a layer, by the end of Megatron's name."""
+    parameters: dict[str, Parameter] = {}
+    for kind in ("weight", *(["bias"] if architecture.family.biases else [])):
+        gate, up, down = (f"mlp.experts.{index}.{x}_proj.{kind}" for x in ("gate", "up", "down"))
+        parameters[f"fc1.{kind}"] = Parameter((gate, up), "expert_gate_up")
+        parameters[f"fc2.{kind}"] = Parameter((down,), "expert_down")
+    return parameters
 
 
 def _layer_entry(name: str, architecture: Architecture, first_expert: int = 0) -> Parameter:
     for pattern in _EXPERT_NAMES:
         if match := pattern.fullmatch(name):
-            return _expert(first_expert + int(match["index"]))[int(match["matrix"]) - 1]
+            return _expert(first_expert + int(match["index"]), architecture)[match["end"]]
+    if name in _ROUTER_WITH_BIAS and architecture.family.biases:
+        return _ROUTER_WITH_BIAS[name]
     entry = _LAYER[name]
     is_gated = entry.layout == "qkv" and architecture.family.gated_attention
     return replace(entry, layout="gated_qkv") if is_gated else entry
@@ -162,7 +178,9 @@ def _mixer(architecture: Architecture, number: int) -> list[Parameter]:
         "linear_qkv.weight",
         *(["linear_qkv.bias"] if family.qkv_bias else []),
         *(["q_layernorm.weight", "k_layernorm.weight"] if family.qk_norm else []),
+        *(["core_attention.softmax_offset"] if family.sinks else []),
         "linear_proj.weight",
+        *(["linear_proj.bias"] if family.biases else []),
     ]
     return [_layer_entry(f"self_attention.{name}", architecture) for name in names]
 
@@ -171,8 +189,10 @@ def _mlp(architecture: Architecture) -> list[Parameter]:
     experts = architecture.experts
     if experts is None:
         return [_LAYER["mlp.linear_fc1.weight"], _LAYER["mlp.linear_fc2.weight"]]
-    each = [parameter for index in range(experts.number) for parameter in _expert(index)]
-    return [_LAYER["mlp.router.weight"], *each]
+    has_biases = architecture.family.biases
+    router = [*_ROUTER_WITH_BIAS.values()] if has_biases else [_LAYER["mlp.router.weight"]]
+    each = (_expert(index, architecture).values() for index in range(experts.number))
+    return [*router, *chain.from_iterable(each)]
 
 
 def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
@@ -199,6 +219,8 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
         "up_proj": (a.ffn_hidden_size, a.hidden_size),
         "down_proj": (a.hidden_size, a.ffn_hidden_size),
         "gate": (a.experts.number if a.experts else 0, a.hidden_size),
+        "router": (a.experts.number if a.experts else 0, a.hidden_size),
+        "sinks": (a.num_attention_heads,),
         "q_norm": (a.head_dim,),
         "k_norm": (a.head_dim,),
     }

@@ -31,7 +31,7 @@ _WITHOUT_EFFECT = {
     "_attn_implementation", "_attn_implementation_autoset", "unsloth_version", "unsloth_fixed",
     "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
     "vision_end_token_id", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
-    "mamba_ssm_dtype",
+    "mamba_ssm_dtype", "experts_per_token", "initial_context_length",
 }  # fmt: skip
 
 

@@ -26,8 +26,8 @@ from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 
 @torch.no_grad()
 def random_weights(chunks: Sequence[Module], seed: int) -> None:
-    """Normal matrices with the architecture's initializer_range; norms multiply by 1, biases are 0;
-    the decay rates of a gated delta net as transformers chooses them.
+    """Normal matrices and sinks with the architecture's initializer_range; norms multiply by 1,
+    biases are 0; the decay rates of a gated delta net as transformers chooses them.
 
     Each full tensor has its own seed, so the weights do not depend on the layout.
     """
@@ -41,7 +41,7 @@ def random_weights(chunks: Sequence[Module], seed: int) -> None:
         generator = named_generator(seed, name)
         if name.endswith(".A_log"):
             return torch.empty(shape).uniform_(0.01, 16, generator=generator).log()[part]
-        if len(shape) == 1:
+        if len(shape) == 1 and not name.endswith(".sinks"):
             return torch.ones(shape)[part]
         full = torch.randn(shape, generator=generator)
         return full[part] * architecture.initializer_range
@@ -67,8 +67,8 @@ def mark_shards(chunks: Sequence[Module]) -> None:
         if entry.layout != "whole" and not marked:
             dimension = 1 if entry.layout == "columns" else 0
             set_tensor_model_parallel_attributes(weight, True, dimension, stride=1)
-        if entry.is_expert:
-            weight.allreduce = False  # pyright: ignore  # Megatron's attribute
+        if entry.is_expert:  # Megatron's attributes; it marks an expert's bias as the attention's
+            weight.allreduce = weight.sequence_parallel = False  # pyright: ignore
 
 
 def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:

@@ -65,6 +65,10 @@ class ModelSize:
             attention += qkv_rows
         if model.family.qk_norm:
             attention += 2 * model.head_dim
+        if model.family.biases:
+            attention += model.hidden_size
+        if model.family.sinks:
+            attention += model.num_attention_heads // t
         return attention
 
     def _delta_net_parameters(self) -> int:
@@ -87,7 +91,7 @@ class ModelSize:
         model, t = self.architecture, self.layout.tensor
         hidden = model.hidden_size
         if model.experts is not None:
-            return model.experts.number * hidden + 2 * hidden
+            return model.experts.number * (hidden + model.family.biases) + 2 * hidden
         return 3 * model.ffn_hidden_size // t * hidden + 2 * hidden
 
     def expert_parameters(self) -> int:
@@ -96,15 +100,21 @@ class ModelSize:
         if model.experts is None:
             return 0
         own = model.experts.number // self.layout.expert
-        return self.layers_per_stage * own * 3 * model.ffn_hidden_size * model.hidden_size
+        each = 3 * model.ffn_hidden_size * model.hidden_size
+        if model.family.biases:
+            each += 2 * model.ffn_hidden_size + model.hidden_size
+        return self.layers_per_stage * own * each
 
     def factor_parameters(self, rank: int) -> int:
         """Parameters of the low-rank factors in one stage's layers, without those of experts."""
         model, t, hidden = self.architecture, self.layout.tensor, self.architecture.hidden_size
-        if model.family.gated_attention:
+        if model.family.gated_attention or model.family.stacked_experts:
+            parts = "attention and its gated delta nets"
+            if model.family.stacked_experts:
+                parts = "experts"
             raise UserError(
-                f"student.lora with a {model.model_type} model: its attention and its gated delta "
-                "nets have no factors yet; set student.lora=null, or take another student"
+                f"student.lora with a {model.model_type} model: its {parts} "
+                "have no factors yet; set student.lora=null, or take another student"
             )
         # A of a matrix that is cut by rows, and B of one that is cut by columns, are whole.
         layer = 4 * hidden + 2 * (self.query_width + self.key_width) // t
@@ -221,6 +231,8 @@ class ModelSize:
         """Saved by one layer's MLP, or by its router and this rank's experts."""
         model = self.architecture
         width = 3 * model.ffn_hidden_size  # gate and up, and their product
+        if model.family.glu_limit is not None:  # no kernel of its own: every step is kept
+            width += 5 * model.ffn_hidden_size
         experts = model.experts
         if experts is None:
             return self.element * width / self.layout.tensor
@@ -303,10 +315,13 @@ class ModelSize:
         return self.architecture.hidden_size if self.layout.sequence else 0
 
     def forward_flops(self, tokens: float, mean_context: float) -> float:
-        """Operations of the whole model over all its ranks, without the head; causal attention."""
+        """Operations of the whole model over all its ranks, without the head. Attention is causal,
+        and does not exceed a sliding window."""
         model = self.architecture
-        attention = 2 * self.query_width * mean_context
-        return 2 * tokens * (model.products + model.num_attention_layers * attention)
+        sliding = len(model.sliding_layers)
+        read = (model.num_attention_layers - sliding) * mean_context
+        read += sliding * min(mean_context, model.sliding_window or 0)
+        return 2 * tokens * (model.products + 2 * self.query_width * read)
 
     def head_flops(self, rows: float) -> float:
         """One product of hidden states with the whole output head."""

@@ -27,6 +27,7 @@ from torch import Tensor
 from stable_opd_mcore.models.gated_delta_net import GatedDeltaNet
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.linear import linear
+from stable_opd_mcore.models.sinks import sinks_of, window_of
 from stable_opd_mcore.rollout.kv_cache import KVCache
 
 
@@ -64,7 +65,7 @@ def inference_mode(chunks: Sequence[HiddenStatesGPTModel]) -> Iterator[None]:
 
 
 def run_layers(chunk: HiddenStatesGPTModel, hidden_TBH: Tensor, cache: KVCache) -> Tensor:
-    """The chunk's layers and its final norm. No family has biases after attention and MLP."""
+    """The chunk's layers and its final norm. No family has a bias that is added after the MLP."""
     layers: Any = chunk.decoder.layers
     for layer in layers:
         is_delta_net = isinstance(layer.self_attention, GatedDeltaNet)
@@ -78,11 +79,18 @@ def run_layers(chunk: HiddenStatesGPTModel, hidden_TBH: Tensor, cache: KVCache) 
 
 def _attention(attention: SelfAttention, hidden_TBH: Tensor, cache: KVCache) -> Tensor:
     queries_and_keys, values, gates_TBE = _heads(attention, hidden_TBH)
-    scale = attention.config.softmax_scale
-    mixed_TBE = cache.attend(attention.layer_number, queries_and_keys, values, scale)
+    mixed_TBE = cache.attend(
+        attention.layer_number,
+        queries_and_keys,
+        values,
+        attention.config.softmax_scale,
+        sinks=sinks_of(attention),
+        window=window_of(attention),
+    )
     if gates_TBE is not None:
         mixed_TBE = mixed_TBE * gates_TBE.sigmoid()
-    return attention.linear_proj(mixed_TBE)[0]
+    output_TBH, bias_H = attention.linear_proj(mixed_TBE)
+    return output_TBH if bias_H is None else output_TBH + bias_H
 
 
 def _delta_net(net: GatedDeltaNet, hidden_TBH: Tensor, cache: KVCache) -> Tensor:

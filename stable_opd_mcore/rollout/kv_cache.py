@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stable_opd_mcore.models.gated_delta_net import DeltaNetState
 from stable_opd_mcore.models.rotary import rotate, rotations
+from stable_opd_mcore.models.sinks import attend_with_sinks
 
 _CELL_BLOCK = 128  # cells are allocated in multiples of this
 
@@ -59,10 +60,22 @@ class KVCache:
         return x_TBX.masked_fill(self._is_padding_TB.unsqueeze(-1), 0.0)
 
     def attend(
-        self, layer: int, queries_and_key: Tensor, value_TBGD: Tensor, scale: float | None
+        self,
+        layer: int,
+        queries_and_key: Tensor,
+        value_TBGD: Tensor,
+        scale: float | None,
+        *,
+        sinks: Tensor | None = None,
+        window: int | None = None,
     ) -> Tensor:
-        """Rotate, store, and attend to everything stored; returns [T, B, G R D]. `queries_and_key`
-        is [T, B, G, R + 1, D]: a group's key comes after its queries. `scale` None: 1/sqrt(D)."""
+        """Rotate, store, and attend to what is stored; returns [T, B, G R D].
+
+        Args:
+            queries_and_key: [T, B, G, R + 1, D]: a group's key comes after its queries.
+            scale: what scores are multiplied by; None: 1/sqrt(D).
+            sinks, window: of the layer (models/sinks.py); a window goes with sinks.
+        """
         T, B, G, heads, D = queries_and_key.shape
         R = heads - 1
         if layer not in self._layers:
@@ -72,6 +85,17 @@ class KVCache:
         rotated_BGHTD = rotate(queries_and_key, self._rotation_TB11E).permute(1, 2, 3, 0, 4)
         keys[:, :, self.used : self._stop] = rotated_BGHTD[:, :, R]
         values[:, :, self.used : self._stop] = value_TBGD.permute(1, 2, 0, 3)
+        if sinks is not None:
+            first, bias = self._in_window(window)
+            out = attend_with_sinks(
+                rotated_BGHTD[:, :, :R].flatten(1, 2),
+                keys[:, :, first : self._stop],
+                values[:, :, first : self._stop],
+                sinks,
+                bias=bias,
+                scale=scale,
+            )
+            return out.permute(2, 0, 1, 3).flatten(2)
         bias = self._bias_B1TS
         if bias is not None and R > 1 and T > 1:
             bias = bias.repeat(1, 1, R, 1)
@@ -84,6 +108,20 @@ class KVCache:
             scale=scale,
         )
         return out.view(B, G, R, T, D).permute(3, 0, 1, 2, 4).reshape(T, B, G * R * D)
+
+    def _in_window(self, window: int | None) -> tuple[int, Tensor | None]:
+        """The first cell that the new tokens read, and an additive mask [B|1, 1, 1, T, S] of the
+        cells from there on; None: no mask."""
+        bias = self._bias_B1TS
+        first = 0 if window is None else max(0, self.used - window + 1)
+        if bias is None:
+            return first, None
+        bias = bias[..., first:]
+        if window is not None:
+            cells_S = torch.arange(first, self._stop, device=bias.device)
+            cells_T1 = torch.arange(self.used, self._stop, device=bias.device)[:, None]
+            bias = bias.masked_fill(cells_T1 - cells_S >= window, float("-inf"))
+        return first, bias.unsqueeze(2)
 
     def select(self, index_B: Tensor) -> None:
         """Row i becomes the old row `index_B[i]`: repeats rows (samples of a prompt) or drops."""

@@ -12,7 +12,6 @@ from stable_opd_mcore.host.atomic_files import require_new_directory
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import (
-    copy_tokenizer,
     export_hf,
     load_hf,
     require_base,
@@ -20,6 +19,7 @@ from stable_opd_mcore.models.huggingface import (
 )
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights, save_weights
 from stable_opd_mcore.models.peft_directory import base_of, is_adapter, merge_adapter
+from stable_opd_mcore.models.small_files import copy_tokenizer
 from stable_opd_mcore.parallel.world import start_world, stop_world
 
 

@@ -25,6 +25,7 @@ from stable_opd_mcore.run_inputs import (
     prompt_order,
     refuse_long_support,
     refuse_routing_without_experts,
+    refuse_student_of_servers,
     teacher_stop_ids,
     teacher_template,
 )
@@ -79,6 +80,7 @@ def build_run(
     refuse_long_support(objective, tokenizer.vocab_size)
     architecture = configured_architecture(config.student)
     refuse_routing_without_experts(config, architecture)
+    refuse_student_of_servers(config, architecture)
     # What the run may need later is loaded now: the guard may raise beta and lambda from 0.
     widest = objective.with_loss_weights(config.largest_beta, config.largest_lambda)
     prompts = load_prompts(config, tokenizer, architecture, widest)
@@ -134,8 +136,8 @@ def rewards_of(config: Config) -> Rewards:
 
 
 def models_text(config: Config) -> str:
-    """The models that a run loads, from where, what is trained, and what computes FP8 and gated
-    delta nets."""
+    """The models that a run loads, from where, what is trained, what computes FP8 and gated delta
+    nets, and which experts are not read in the type of their files."""
     named: dict[str, ModelConfig | None] = {"student": config.student, "teacher": config.teacher}
     found = [
         f"{name} {'(random weights)' if model.path is None else model.path}"
@@ -146,6 +148,11 @@ def models_text(config: Config) -> str:
         start = "" if lora.path is None else f" from {lora.path}"
         found[0] += f" with low-rank factors of rank {lora.rank}{start}"
     engines = [fp8_engine()] if config.fp8.is_on else []
-    if any(configured_architecture(m).delta_net for m in models_in_trainer(config).values()):
+    read = {role: configured_architecture(m) for role, m in models_in_trainer(config).items()}
+    if any(architecture.delta_net for architecture in read.values()):
         engines.append(delta_net_engine())
+    if packed := [role for role, architecture in read.items() if architecture.mxfp4]:
+        engines.append(
+            f"the MXFP4 experts of {' and '.join(packed)} are read as bf16, and exported as such"
+        )
     return "; ".join([", ".join(found), *engines])

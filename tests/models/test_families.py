@@ -99,6 +99,25 @@ def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"swiglu_limit": 5.0}, r"swiglu_limit=5.0 is not supported for gpt_oss; expected 7.0"),
+        ({"layer_types": ["linear_attention"] * 4}, r"layer_types=\['linear_attention'\] is not"),
+        (
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer_types has 4 layers, 0 of them full_att",
+        ),
+        ({"sliding_window": None}, "no sliding_window, which a gpt_oss config needs"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+    ],
+)
+def test_bad_values_of_sliding_windows_and_biased_experts_are_refused(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_architecture(tiny.config("gpt_oss", **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"layer_types": ["linear_attention"] * 4}, "layer_types has 4 layers, 0 of them full_att"),
         ({"layer_types": ["full_attention"]}, r"layer_types has 1 layers.* expected 4"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types=.* is not supported"),
@@ -127,6 +146,9 @@ def test_layers_and_rotated_share_have_the_defaults_of_transformers() -> None:
     architecture = read_architecture(fields)
     assert architecture.delta_layers == (0, 1, 2, 4, 5, 6)
     assert architecture.rotary.size == 4
+    fields = {k: v for k, v in tiny.config("gpt_oss").items() if k != "layer_types"}
+    assert read_architecture(fields).sliding_layers == (0, 2)
+    assert AutoConfig.for_model(**fields).layer_types[:2] == ["sliding_attention", "full_attention"]
 
 
 def test_settings_of_a_nested_config_are_changed_where_they_are_read() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.models import gpt
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
@@ -35,6 +36,14 @@ def test_gated_delta_nets_refuse_context_parallelism_and_too_many_ranks(world: W
         build_model(hybrid, replace(world, context_size=2))
     with pytest.raises(ValueError, match=r"parallel\.tensor=4 does not divide linear_num_key"):
         build_model(hybrid, replace(world, tensor_size=4))
+
+
+def test_sinks_refuse_context_parallelism_and_fp8(world: World) -> None:
+    sinks = tiny.architecture("gpt_oss")
+    with pytest.raises(ValueError, match=r"parallel.context=2: an attention sink .*context=1"):
+        build_model(sinks, replace(world, context_size=2))
+    with pytest.raises(ValueError, match=r"the experts of this gpt_oss model .*fp8.student=null"):
+        build_model(sinks, world, fp8=Fp8("student", "tensorwise"))
 
 
 def test_context_parallelism_in_fp32_is_refused_with_transformer_engine(

@@ -104,11 +104,16 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * scale)
 
 
-ADAPTED = [name for name, family in FAMILIES.items() if not family.delta_nets]
+ADAPTED = [
+    name
+    for name, family in FAMILIES.items()
+    if not family.delta_nets and not family.stacked_experts
+]
 
 
-def test_gated_delta_nets_have_no_factors_yet(world: World) -> None:
-    chunks = build_model(tiny.architecture("qwen3_5"), world)
+@pytest.mark.parametrize("model_type", ["qwen3_5", "gpt_oss"])
+def test_gated_delta_nets_and_stacked_experts_have_no_factors_yet(model_type, world: World) -> None:
+    chunks = build_model(tiny.architecture(model_type), world)
     with pytest.raises(UserError, match=r"student.lora: .* has no factors yet.*student.lora=null"):
         adapt(chunks, rank=2, alpha=2)
 

@@ -1,11 +1,16 @@
 """Tiny architectures and packed micro-batches that the tests of models/ and parallel/ share."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from stable_opd_mcore.models.expert_stacks import file_shapes, stacked
 from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.records import MicroBatch
 
 EXPERTS = {
@@ -29,6 +34,22 @@ DELTA_NETS = {  # Qwen3.5: three layers of four
         "rope_theta": 10000.0,
         "partial_rotary_factor": 0.25,
         "mrope_section": [1, 1, 0],
+    },
+}
+GPT_OSS = {
+    "intermediate_size": 20,  # not square, for the files hold an expert's matrices transposed
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 5,  # shorter than most sequences
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
     },
 }
 VISION = {
@@ -76,6 +97,7 @@ def config(model_type: str, **changes: Any) -> dict[str, Any]:
         **({"sliding_window": None} if model_type == "mistral" else {}),
         **(EXPERTS if model_type == "qwen3_moe" else {}),
         **(DELTA_NETS if model_type == "qwen3_5_text" else {}),
+        **(GPT_OSS if model_type == "gpt_oss" else {}),
     } | changes
 
 
@@ -87,6 +109,12 @@ def transformer(fields: dict[str, Any], seed: int) -> PreTrainedModel:
     """The model of transformers with these fields of config.json and random weights."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).eval()
+
+
+def file_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
+    """Every HF tensor as files hold it; see `iter_hf_tensors`."""
+    architecture = architecture_of(chunks)
+    return stacked(iter_hf_tensors(chunks), architecture, file_shapes(architecture))
 
 
 def microbatch(lengths: list[int], seed: int = 0) -> MicroBatch:

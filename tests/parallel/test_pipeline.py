@@ -18,7 +18,7 @@ from stable_opd_mcore.models import huggingface
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.huggingface import export_hf, load_hf
-from stable_opd_mcore.models.weights import copy_weights, iter_hf_tensors
+from stable_opd_mcore.models.weights import copy_weights
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import (
     World,
@@ -37,19 +37,21 @@ from tests.parallel.launch import run_ranks
 pytestmark = pytest.mark.slow
 
 TIED, QWEN3, MOE, DELTA = "qwen2 tied", "qwen3", "qwen3_moe", "qwen3_5"
+SINKS = "gpt_oss"
 LAYOUTS = {  # settings, and the models that have something of their own there
     "TP2": ({"tensor": 2}, (QWEN3, DELTA)),
     "TP2xPP2+SP": ({"tensor": 2, "pipeline": 2, "sequence": True}, (TIED, QWEN3, MOE, DELTA)),
-    "PP2xVPP2": ({"pipeline": 2, "virtual_pipeline": 2}, (TIED, MOE, DELTA)),
+    "PP2xVPP2": ({"pipeline": 2, "virtual_pipeline": 2}, (TIED, MOE, DELTA, SINKS)),
     "DP4": ({}, (TIED,)),
-    "EP2xPP2": ({"expert": 2, "pipeline": 2}, (MOE,)),
-    "EP4xTP2+SP": ({"expert": 4, "tensor": 2, "sequence": True}, (MOE,)),
+    "EP2xPP2": ({"expert": 2, "pipeline": 2}, (MOE, SINKS)),
+    "EP4xTP2+SP": ({"expert": 4, "tensor": 2, "sequence": True}, (MOE, SINKS)),
 }
 MODELS = {
     TIED: tiny.architecture("qwen2", tie_word_embeddings=True),
     QWEN3: tiny.architecture("qwen3"),
     MOE: tiny.architecture("qwen3_moe"),
     DELTA: tiny.architecture("qwen3_5"),
+    SINKS: tiny.architecture("gpt_oss"),
 }
 LENGTHS = [[5, 9, 2], [7, 1, 3, 3], [13, 5], [3, 3, 3, 3], [11, 1], [9, 9], [15, 1], [2, 7, 5]]
 
@@ -92,9 +94,9 @@ def _check_layouts(rank: int, world_size: int, path: Path) -> None:
 def _check_model(label: str, architecture, world: World, path: Path) -> None:
     chunks = build_model(architecture, world, seed=3)
     expected = load_file(path / "model.safetensors")
-    names = [name for name, _ in iter_hf_tensors(chunks)]
+    names = [name for name, _ in tiny.file_tensors(chunks)]
     assert sorted(names) == sorted(expected), label
-    for name, tensor in iter_hf_tensors(chunks):
+    for name, tensor in tiny.file_tensors(chunks):
         assert torch.equal(tensor, expected[name]), f"{label}: {name} depends on the layout"
 
     loaded = build_model(architecture, world, seed=None, recompute="full")
@@ -172,7 +174,7 @@ def _train_once(chunks, world: World) -> tuple[list[float], list[Tensor], dict[s
         for chunk in chunks:
             for weight in chunk.parameters():
                 weight.copy_(weight.main_grad)
-    grads = {name: tensor.clone() for name, tensor in iter_hf_tensors(chunks)}
+    grads = {name: tensor.clone() for name, tensor in tiny.file_tensors(chunks)}
     return _in_global_order(losses, world), _in_global_order(hidden, world), grads
 
 

@@ -61,6 +61,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
     },
+    "gpt_oss": {  # gpt-oss-20b's
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+    },
     "llama": {
         "hidden_size": 2048,
         "num_attention_heads": 32,

@@ -75,11 +75,19 @@ def test_sizes_are_those_of_the_built_model(
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "expert"), [(1, 1, 1), (1, 2, 8), (2, 1, 16), (4, 4, 2)]
+    ("family", "tensor", "pipeline", "expert"),
+    [
+        ("qwen3_moe", 1, 1, 1),
+        ("qwen3_moe", 1, 2, 8),
+        ("qwen3_moe", 2, 1, 16),
+        ("qwen3_moe", 4, 4, 2),
+        ("gpt_oss", 1, 1, 1),
+        ("gpt_oss", 2, 2, 8),
+    ],
 )
-def test_every_expert_is_counted_on_the_ranks_that_hold_it(tensor, pipeline, expert):
-    experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 700}
-    architecture = layers_of("qwen3_moe", **experts)
+def test_every_expert_is_counted_on_the_ranks_that_hold_it(family, tensor, pipeline, expert):
+    width = "intermediate_size" if family == "gpt_oss" else "moe_intermediate_size"
+    architecture = layers_of(family, num_experts=32, num_experts_per_tok=4, **{width: 700})
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, sequence=tensor > 1)
     size = ModelSize(architecture, layout_of(parallel, 64))
     for rank, stage in ((0, 0), (63, pipeline - 1)):
@@ -87,6 +95,8 @@ def test_every_expert_is_counted_on_the_ranks_that_hold_it(tensor, pipeline, exp
             weights = [weight for chunk in chunks for weight in chunk.parameters()]
             assert sum(weight.numel() for weight in weights) == size.stage_parameters(stage)
     one_expert = 3 * 700 * architecture.hidden_size
+    if architecture.family.biases:
+        one_expert += 2 * 700 + architecture.hidden_size
     unchosen = size.total_parameters() - size.read_parameters(1)
     assert unchosen == pytest.approx(4 * (32 - 4) * one_expert)
     assert size.read_parameters(1000) == pytest.approx(size.total_parameters())

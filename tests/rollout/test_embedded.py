@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM, Qwen3_5ForCausalLM
+from transformers import GptOssForCausalLM, Qwen2ForCausalLM, Qwen3_5ForCausalLM
 
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
@@ -78,14 +78,18 @@ def test_logprobs_are_the_full_softmax_at_the_temperature(engine, transformer, t
     assert_full_softmax(transformer, rollouts, temperature)
 
 
-def test_states_of_delta_nets_are_those_of_the_full_forward(tmp_path, world):
+@pytest.mark.parametrize(
+    ("family", "model"), [("qwen3_5_text", Qwen3_5ForCausalLM), ("gpt_oss", GptOssForCausalLM)]
+)
+def test_states_sinks_and_sliding_windows_are_those_of_the_full_forward(
+    tmp_path, world, family, model
+):
     """Prompts of different lengths, a row for each sample; some rows end early."""
-    path = save_tiny(tmp_path / "model", "qwen3_5_text")
+    path = save_tiny(tmp_path / "model", family)
     sampling = Sampling(max_new_tokens=70, num_samples=3, stop_token_ids=(4, 9))
     rollouts = build_engine(path, world).generate(make_prompts(5), sampling, step=2)
     assert len({len(rollout.token_ids) for rollout in rollouts}) > 5
-    transformer = Qwen3_5ForCausalLM.from_pretrained(path).eval()
-    assert_full_softmax(transformer, rollouts, atol=2e-4)
+    assert_full_softmax(model.from_pretrained(path).eval(), rollouts, atol=2e-4)
 
 
 def test_a_rollout_does_not_depend_on_the_other_rows(engine, tiny_path, world):

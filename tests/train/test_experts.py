@@ -35,6 +35,17 @@ MIXTURE = tiny_architecture(
     moe_intermediate_size=12,
     norm_topk_prob=True,
 )
+SINKS = tiny_architecture(
+    16,
+    2,
+    model_type="gpt_oss",
+    head_dim=8,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    intermediate_size=12,
+    sliding_window=5,
+)
+OF_SINKS = {name: parallel for name, parallel in LAYOUTS.items() if "context" not in parallel}
 AHEAD = {"max_staleness": 1, "partial": True}
 # That run has a student with experts, a dense teacher, and no rollouts ahead.
 OTHERS: dict[str, tuple[dict, dict]] = {
@@ -61,6 +72,9 @@ def config_of(directory: Path, name: str, steps: int = 2, **sections: Any) -> Co
 def on_one_rank(rank: int, world_size: int, directory: str) -> None:
     config = config_of(Path(directory), "one_rank", len(LAYOUTS))
     train(config, show_progress=False)
+    student = {"student": {"architecture": SINKS}}
+    config = config_of(Path(directory), "sinks_one_rank", len(OF_SINKS), **student)
+    train(config, show_progress=False)
     for name, (_, sections) in OTHERS.items():
         train(config_of(Path(directory), f"{name}_one_rank", **sections), show_progress=False)
 
@@ -70,6 +84,7 @@ def on_every_layout(rank: int, world_size: int, directory: str) -> None:
     for name, (parallel, sections) in OTHERS.items():
         train(config_of(path, name, parallel=parallel, **sections), show_progress=False)
     train_through(LAYOUTS, config_of, path, "resumed")
+    train_through(OF_SINKS, config_of, path, "sinks", student={"architecture": SINKS})
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +97,7 @@ def runs(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "of_one_rank"),
-    [("resumed", "one_rank"), *((name, f"{name}_one_rank") for name in OTHERS)],
+    [("resumed", "one_rank"), *((name, f"{name}_one_rank") for name in ("sinks", *OTHERS))],
 )
 def test_losses_gradients_and_loads_are_those_of_one_rank(runs, name, of_one_rank):
     found, expected = metrics_of(runs / name), metrics_of(runs / of_one_rank)

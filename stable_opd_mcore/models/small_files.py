@@ -1,0 +1,41 @@
+"""The files of a model directory that hold no weights: config.json and those of the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from stable_opd_mcore.models.families import Architecture
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path) -> None:
+    """Write config.json for weights of this type."""
+    settings = {**architecture.source}
+    name = str(dtype).removeprefix("torch.")
+    settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = name
+    if architecture.family.nested:
+        settings["text_config"] = {**settings["text_config"], "dtype": name}
+    text = json.dumps(settings, indent=2) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8")
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copy the tokenizer and generation settings of one model directory to another."""
+    for file in _TOKENIZER_FILES:
+        if (source / file).is_file():
+            shutil.copy(source / file, directory / file)
