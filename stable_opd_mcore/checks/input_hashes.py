@@ -1,4 +1,5 @@
-"""What a run reads again whenever it starts: data, weights of teacher and reference, own code.
+"""What a run reads again after its first start: data, weights of teacher and reference, own code,
+and the base model where an export copies tensors from it.
 
 `train` stores sizes and hashes of these files in the run directory, and a copy of the user's own
 code; `train` and `check` compare them when the run is resumed. A file of up to 64 MiB is hashed
@@ -16,9 +17,11 @@ import xxhash
 from stable_opd_mcore.config.data import RewardConfig
 from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.host.user_code import is_user_function
+from stable_opd_mcore.run_inputs import configured_architecture
 
 _WHOLE_BYTES = 64 * 2**20
 _PIECES, _PIECE_BYTES = 64, 64 * 2**10
@@ -27,7 +30,7 @@ _PIECES, _PIECE_BYTES = 64, 64 * 2**10
 def inputs_of(config: Config) -> dict[str, dict[str, Any]]:
     """Setting -> its path, and size and hash of each file there. Hub ids are not in it."""
     found: dict[str, dict[str, Any]] = {}
-    for key, place in _places(config):
+    for key, place in dict(_places(config)).items():
         path = Path(place)
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
         files = [each for each in files if each.is_file() and not each.name.startswith(".")]
@@ -63,6 +66,27 @@ def changed_inputs(config: Config) -> dict[str, tuple[Any, Any]]:
     return changed
 
 
+def refuse_changed_base(config: Config) -> None:
+    """Raise a UserError where tensors that an export copies may differ from those of the start."""
+    if not _copies_from_base(config):
+        return
+    changed = [key for key in changed_inputs(config) if key.startswith("contents of student.path")]
+    if changed:
+        raise UserError(
+            f"{config.run.files.model} is not written: an export copies tensors from the base "
+            f"model, which has changed since the start ({', '.join(changed)}). Checkpoints are "
+            "intact: restore it, and start again"
+        )
+
+
+def _copies_from_base(config: Config) -> bool:
+    """Whether tensors of `student.path` are not trained but copied into every export."""
+    path = config.student.path
+    if path is None or not (Path(path) / "config.json").is_file():
+        return False
+    return bool(configured_architecture(config.student).family.carried)
+
+
 def _places(config: Config) -> Iterator[tuple[str, str]]:
     sources = config.data.sources
     for number, source in enumerate(sources):
@@ -76,6 +100,8 @@ def _places(config: Config) -> Iterator[tuple[str, str]]:
         start = reference.path or config.student.path
         if start is not None:
             yield "reference.path" if reference.path else "student.path", start
+    if _copies_from_base(config):
+        yield "student.path", str(config.student.path)
     if config.student.lora is not None and config.student.lora.path is not None:
         yield "student.lora.path", config.student.lora.path
     yield from _own_code(config)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.checks.checklist import check_config, refuse_errors
+from stable_opd_mcore.checks.input_hashes import refuse_changed_base
 from stable_opd_mcore.checks.output_directory import settings_changes
 from stable_opd_mcore.config.cold_start import after_cold_start, cold_start_config
 from stable_opd_mcore.config.schema import Config
@@ -200,6 +201,7 @@ def _export(run: Run, steps: int) -> None:
         mark_trained(directory, config.run.name, steps)
 
     base, files = config.student.path, config.run.files
+    on_first_rank(run.world, lambda: refuse_changed_base(config))
     export_hf(chunks, files.model, base=base, save_tokenizer=describe)
     if config.student.lora is not None:
         export_adapter(chunks, files.adapter, base, describe)

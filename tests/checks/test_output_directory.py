@@ -1,18 +1,21 @@
 """A run directory that is locked, was trained with other settings, or cannot hold the run."""
 
+import json
 import os
 import shutil
 import time
 from collections import namedtuple
+from contextlib import nullcontext
 
 import pytest
 
 from stable_opd_mcore.checks import output_directory
-from stable_opd_mcore.checks.input_hashes import write_inputs
+from stable_opd_mcore.checks.input_hashes import refuse_changed_base, write_inputs
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.errors import ConfigError, UserError
 from stable_opd_mcore.host.run_lock import LOCK_FILE, RunLock
+from tests.models import tiny
 from tests.train.runs import tiny_config
 
 
@@ -78,6 +81,24 @@ def test_changed_files_of_data_teacher_and_reference_are_refused_unless_accepted
         list(output_directory.other_settings(inputs_of(tmp_path, **moved)))
     assert "data.train.path: " in str(caught.value)
     assert "contents of data.train" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("family", "is_refused"), [("qwen3_5", True), ("qwen3", False)])
+def test_a_base_that_an_export_copies_from_must_stay_as_it_was(tmp_path, family, is_refused):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(tiny.config(family)))
+    (base / "model.safetensors").write_bytes(b"mtp")
+    student = {"architecture": None, "path": str(base)}
+    config = inputs_of(tmp_path, student=student, kl={"beta": 0.0}).config
+    write_inputs(config)
+    refuse_changed_base(config)
+    (base / "model.safetensors").write_bytes(b"MTP")
+    changed = rf"not written: .* \(contents of student.path={base}/model.safetensors\).* restore"
+    with pytest.raises(UserError, match=changed) if is_refused else nullcontext():
+        refuse_changed_base(config)
+    shutil.rmtree(base)
+    refuse_changed_base(config)  # the export itself refuses a base that is absent
 
 
 def test_a_run_without_checkpoints_starts_anew(tmp_path):
