@@ -14,6 +14,7 @@ import numpy as np
 from stable_opd_mcore.checks.pair import EXAMPLE
 from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.interaction import Interaction
@@ -77,6 +78,8 @@ def play_episode(
                 episode = episode.after(interaction.observe(episode, sampling, 0).result())
     finally:
         interaction.close()
+    if interaction.refusal is not None:
+        raise DataError(interaction.refusal)
     return Example(
         str(settings.function),
         episode.rollout(),

@@ -65,6 +65,11 @@ class RolloutEngine:
         """Why the first environment that failed in this process did; None: none has failed."""
         return None if self.interaction is None else self.interaction.first_failure
 
+    @property
+    def refusal(self) -> str | None:
+        """Why what an environment yielded in this process ends the run; None: it does not."""
+        return None if self.interaction is None else self.interaction.refusal
+
     def close(self) -> None:
         """End the servers and environments that the engine started."""
 

@@ -63,6 +63,7 @@ class Interaction:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self.first_failure: str | None = None  # of an environment, in this process
+        self.refusal: str | None = None  # why a chat template cannot write what one has yielded
         self.roles: set[str] = set()  # of the messages that continued a context
         used = (self.tokenizer, self.held_out_tokenizer)
         self._bridges = [Bridge(each) for each in used if each is not None]
@@ -75,7 +76,7 @@ class Interaction:
     def observe(self, episode: Episode, sampling: Sampling, step: int) -> Future[Observation]:
         """What follows the last turn of an episode, or comes before its first one.
 
-        The future raises a DataError for messages that the chat template cannot put there.
+        Messages that a chat template cannot put there end the episode; `refusal` says why.
         """
         prompt, seen = episode.prompt, Future[Observation]()
         if prompt.environment is None:
@@ -150,7 +151,11 @@ class Interaction:
         most = settings.max_turns if finished is None else settings.turns_at(finished)
         if len(asked.episode.turns) >= most:
             return _NO_ROOM
-        observation = self._encoded(asked, step, settings)
+        try:
+            observation = self._encoded(asked, step, settings)
+        except DataError as error:  # ends the run, but on all ranks together
+            self.refusal = self.refusal or f"prompt {asked.episode.prompt.prompt_id}: {error}"
+            return _NO_ROOM
         length = len(observation.token_ids)
         if not observation.restarts:
             length += len(asked.episode.context)

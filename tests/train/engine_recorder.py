@@ -10,7 +10,7 @@ class Recorder:
 
     def __init__(self, engine: Any):
         self._engine = engine
-        self.idle = engine.idle
+        self.idle, self.interaction = engine.idle, engine.interaction
         self.calls: list[tuple[Any, ...]] = []
 
     def generate(self, prompts, sampling, *, step):

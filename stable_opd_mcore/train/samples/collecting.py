@@ -103,14 +103,15 @@ def sample_rollouts(
 
 
 def refuse_episodes(run: Run, rollouts: Sequence[Rollout]) -> None:
-    """End a run on all ranks if more than half of a step's episodes fail in their environment, or
-    one has several contexts and a setting assumes one. Collective.
+    """End a run on all ranks if more than half of a step's episodes fail in their environment, one
+    has messages that a chat template cannot write, or several contexts where a setting assumes one.
+    Collective.
     """
     if not run.config.has_environment:
         return
     failures = [each.grading_failure for each in rollouts if each.prompt.environment is not None]
     num_failed = len(failures) - failures.count(None)
-    problem = restart_problem(run.config, rollouts)
+    problem = run.engine.refusal or restart_problem(run.config, rollouts)
     own = len(failures), num_failed, run.engine.first_failure, problem
     counts, failed, reasons, problems = zip(*gather_objects(own), strict=True)
     if sum(failed) > sum(counts) / 2:
@@ -131,6 +132,9 @@ def sample_held_out(
     sampling: Sampling,
 ) -> list[Rollout]:
     rollouts = engine.generate(prompts, sampling, step=0)
+    if engine.interaction is not None and engine.interaction.environments:
+        for refusal in filter(None, gather_objects(engine.refusal)):
+            raise UserError(refusal)
     return graded(grader, world, prompts, rollouts, by_source=False)
 
 

@@ -102,6 +102,8 @@ class Grades:
 
 
 class Answers:
+    interaction = None
+
     def __init__(self, rank: int):
         self.rank = rank
 
@@ -142,13 +144,20 @@ def refuse_on_every_rank(rank: int, directory: Path) -> None:
         Prompt("p", "", (1, 2), environment=""), 0, (3, 4), (-1, -1), "stop", 0, text=""
     )
     turns = tuple(Turn(1, "stop", (7,), restarts=bool(each)) for each in (0, rank))
-    engine = SimpleNamespace(first_failure="boom" if rank else None)
+    engine = SimpleNamespace(first_failure="boom" if rank else None, refusal=None)
     run = SimpleNamespace(config=config, engine=engine)
     failing = [replace(played, grading_failure="error")] * 2 * rank
     for own, said in (([replace(played, turns=turns)], "begins a new"), (failing, "one: boom")):
         with pytest.raises(UserError, match=said):
             collecting.refuse_episodes(run, own)
     collecting.refuse_episodes(run, [played])
+    engine.refusal = "no tools" if rank else None
+    with pytest.raises(UserError, match="no tools"):
+        collecting.refuse_episodes(run, [played])
+    engine.interaction = SimpleNamespace(environments={"": config.environment})
+    engine.generate = lambda *_, step: []
+    with pytest.raises(UserError, match="no tools"):
+        collecting.sample_held_out(engine, None, None, [], None)
 
 
 def test_each_replica_samples_its_share_and_one_rank_of_it_grades(tmp_path):
