@@ -60,8 +60,8 @@ class StudentConfig(ModelConfig):
 
     lora: LoraConfig | None = None
     """Train only a pair of low-rank factors for each matrix of the layers (queries, keys, values,
-    output, gate, up and down, experts' too); all other weights are frozen. `null`: all weights are
-    trained."""
+    output, gate, up and down, and those of experts and gated delta nets); all other weights are
+    frozen. `null`: all weights are trained."""
 
 
 SELF = "self"  # teacher.path of a student that is its own teacher

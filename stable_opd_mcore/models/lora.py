@@ -4,8 +4,8 @@
     with base_only(chunks): ...                 # the frozen model, as if it had no factors
 
 Every Hugging Face matrix of a layer except the router's, W [O, I], becomes W + alpha / rank · B A.
-A [R, I] is drawn as PEFT draws it, B [O, R] is zero. Where Megatron joins matrices (q, k and v;
-gate and up), each keeps its own pair, so the factors are the same as PEFT's.
+A [R, I] is drawn as PEFT draws it, B [O, R] is zero. Where Megatron joins matrices, such as q, k
+and v, each keeps its own pair, so the factors are the same as PEFT's.
 
 Tensor ranks cut a pair where they cut its matrix. If a rank has rows of W, it has all of A, which
 multiplies its own tokens, and these rows of B; [T, R] is gathered in between. If it has columns of
@@ -18,10 +18,10 @@ Letters: T tokens, I inputs and O outputs of a matrix, R rank of its factors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -51,8 +51,7 @@ from stable_opd_mcore.models.weights import (
 )
 
 Which = Literal["A", "B"]
-_CUT_BY_ROWS, _CUT_BY_COLUMNS = ("qkv", "gate_up"), ("columns",)
-_ADAPTED = (*_CUT_BY_ROWS, *_CUT_BY_COLUMNS, "expert_gate_up", "expert_down")
+_ADAPTED = (*get_args(tensors.Grouped), "gate_up", "columns", "expert_gate_up", "expert_down")
 
 
 class Factors(Module):
@@ -75,32 +74,31 @@ class Factors(Module):
         self._architecture = model.architecture
         self.group = model.pg_collection.tp
         self.num_parts = 1 if entry.is_expert else self.group.size()
-        self.cuts_columns = entry.layout in _CUT_BY_COLUMNS
+        self.cuts_columns = entry.layout == "columns"
         # rollout/inference.py switches it off while it samples.
         self.sequence_parallel = self.num_parts > 1 and model.config.sequence_parallel
         like = {"dtype": weight.dtype, "device": weight.device}
+        self.pieces = tensors.pieces(entry, model.architecture)
+        parts_of_a, parts_of_b = (self.num_parts, 1) if self.cuts_columns else (1, self.num_parts)
         self.A, self.B = ParameterList(), ParameterList()
         for name in entry.hf_names:
-            outputs, inputs = tensors.hf_shape(name, model.architecture)
-            if self.cuts_columns:
-                inputs //= self.num_parts
-            else:
-                outputs //= self.num_parts
-            self.A.append(Parameter(torch.empty(rank, inputs, **like)))
-            self.B.append(Parameter(torch.empty(outputs, rank, **like)))
-            self._mark(self.A[-1], self.B[-1])
+            inputs = tensors.hf_shape(name, model.architecture)[1]
+            self.A.append(Parameter(torch.empty(rank, inputs // parts_of_a, **like)))
+        for _, _, outputs in self.pieces:
+            self.B.append(Parameter(torch.empty(outputs // parts_of_b, rank, **like)))
+        for _, which, _, own in self.parts():
+            self._mark(which, own)
 
-    def _mark(self, a_RI: Any, b_OR: Any) -> None:
+    def _mark(self, which: Which, own: Any) -> None:
         """Tell Megatron which factor is a shard, for the gradient norm, and which gradient it must
         sum over the tensor ranks. An expert's gradients are summed with the experts'."""
         if self.entry.is_expert:
-            for factor in (a_RI, b_OR):
-                set_tensor_model_parallel_attributes(factor, True, 0, 1)
-                factor.allreduce = False
+            set_tensor_model_parallel_attributes(own, True, 0, 1)
+            own.allreduce = False
+        elif (cut := self.cut_of(which)) is not None:
+            set_tensor_model_parallel_attributes(own, True, cut, 1)
         elif self.num_parts > 1:
-            shard, dimension, whole = (a_RI, 1, b_OR) if self.cuts_columns else (b_OR, 0, a_RI)
-            set_tensor_model_parallel_attributes(shard, True, dimension, 1)
-            whole.sequence_parallel = self.sequence_parallel
+            own.sequence_parallel = self.sequence_parallel
 
     def cut_of(self, which: Which) -> int | None:
         """The dimension in which A or B is cut over tensor ranks; None: every rank has it whole."""
@@ -108,24 +106,29 @@ class Factors(Module):
             return None
         return 1 if self.cuts_columns else 0
 
-    def pairs(self) -> Iterator[tuple[str, Which, Tensor]]:
-        """HF name of the matrix, which factor of it, and this rank's part."""
-        for name, a_RI, b_OR in zip(self.entry.hf_names, self.A, self.B, strict=True):
-            yield name, "A", a_RI
-            yield name, "B", b_OR
+    def parts(self) -> Iterator[tuple[str, Which, slice, Tensor]]:
+        """HF name of the matrix, which factor of it, the rows of a piece of the whole factor, and
+        this rank's part of the piece. All pieces of a factor follow each other."""
+        for name, a_RI in zip(self.entry.hf_names, self.A, strict=True):
+            yield name, "A", slice(0, self.rank), a_RI
+            for (of, start, rows), b_OR in zip(self.pieces, self.B, strict=True):
+                if of == name:
+                    yield name, "B", slice(start, start + rows), b_OR
+
+    def _by_piece(self, of_each: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The tensor of the matrix to which each piece of B belongs, and the piece."""
+        by_name = dict(zip(self.entry.hf_names, of_each, strict=True))
+        for (name, *_), b_OR in zip(self.pieces, self.B, strict=True):
+            yield by_name[name], b_OR
 
     def forward(self, hidden: Tensor) -> Tensor:
         """What this rank adds to the layer's output; `hidden` is what the layer multiplies."""
         low = F.linear(hidden, torch.cat(list(self.A))) * self.scale
         if self.cuts_columns:
             return F.linear(self._summed(low), self.B[0])
-        parts = self._gathered(low).split(self.rank, dim=-1)
-        outputs = [F.linear(part, b_OR) for part, b_OR in zip(parts, self.B, strict=True)]
-        if self.entry.layout != "qkv":
-            return torch.cat(outputs, dim=-1)
-        groups = self._architecture.num_key_value_heads // self.num_parts
-        by_group = [output.unflatten(-1, (groups, -1)) for output in outputs]
-        return torch.cat(by_group, dim=-1).flatten(-2)
+        low_of_each = self._gathered(low).split(self.rank, dim=-1)
+        outputs = [F.linear(own, b_OR) for own, b_OR in self._by_piece(low_of_each)]
+        return self._joined(outputs, dim=-1)
 
     def _gathered(self, low: Tensor) -> Tensor:
         if self.num_parts == 1:
@@ -143,13 +146,12 @@ class Factors(Module):
 
     def added_to(self, weight: Tensor) -> Tensor:
         """This rank's shard of the merged matrices, summed in fp32. No communication."""
-        products = [
-            self.scale * (b_OR.float() @ a_RI.float())
-            for a_RI, b_OR in zip(self.A, self.B, strict=True)
-        ]
-        layout, architecture = self.entry.layout, self._architecture
-        delta = tensors.join_parts(products, layout, architecture, self.num_parts)
-        return delta.add_(weight).to(weight.dtype)
+        pairs = self._by_piece(self.A)
+        products = [self.scale * (b_OR.float() @ a_RI.float()) for a_RI, b_OR in pairs]
+        return self._joined(products, dim=0).add_(weight).to(weight.dtype)
+
+    def _joined(self, rows: Sequence[Tensor], dim: int) -> Tensor:
+        return tensors.join_rows(rows, self.entry.layout, self._architecture, self.num_parts, dim)
 
 
 def _add(each: Sequence[Factors], linear: Module, inputs: Any, output: Any) -> Any:
@@ -195,9 +197,8 @@ def adapt(
     for model in map(unwrap, chunks):
         if model.architecture.family.stacked_experts:
             raise UserError(
-                f"student.lora: an expert of this {model.architecture.model_type} model has no "
-                "factors yet, because its matrices are interleaved in the files; set "
-                "student.lora=null"
+                f"student.lora: the experts of {model.architecture.model_type}, whose matrices are "
+                "interleaved in its files, have no factors yet; set student.lora=null"
             )
         model.requires_grad_(False)
         by_linear: dict[str, list[Factors]] = {}
@@ -230,7 +231,7 @@ def merge(chunks: Sequence[Module]) -> None:
 
 
 def _is_adapted(name: str, weight: Tensor, entry: tensors.Parameter) -> bool:
-    if weight.dim() < 2 or not name.startswith("decoder.layers.") or ".router." in name:
+    if weight.dim() != 2 or not name.startswith("decoder.layers.") or ".router." in name:
         return False
     if entry.layout not in _ADAPTED:
         raise UserError(
@@ -260,11 +261,11 @@ def fill_factors(
     """Fill this rank's factors from `source`: HF name of a matrix, A or B, shape -> all of it."""
     for factors in factors_of(chunks):
         part, size = factors.group.rank(), factors.num_parts
-        for name, which, own in factors.pairs():
+        for name, which, rows, own in factors.parts():
             outputs, inputs = tensors.hf_shape(name, unwrap(chunks[0]).architecture)
             shape = (factors.rank, inputs) if which == "A" else (outputs, factors.rank)
-            whole, cut = source(name, which, shape), factors.cut_of(which)
-            own.copy_(whole if cut is None else whole.chunk(size, dim=cut)[part])
+            piece, cut = source(name, which, shape)[rows], factors.cut_of(which)
+            own.copy_(piece if cut is None else piece.chunk(size, dim=cut)[part])
 
 
 def sharded_factors(
@@ -281,8 +282,8 @@ def sharded_factors(
     for factors in factors_of(chunks):
         is_expert = factors.entry.is_expert
         copies = groups.expt_dp if is_expert else groups.dp_cp
-        for name, which, own in factors.pairs():
-            key, cut = f"factors.{name}.{which}", factors.cut_of(which)
+        for name, which, rows, own in factors.parts():
+            key, cut = _key(name, which, rows), factors.cut_of(which)
             part, size = factors.group.rank(), factors.num_parts
             offsets = [] if cut is None else [(cut, part, size)]
             found[key] = ShardedTensor.from_rank_offsets(
@@ -298,8 +299,13 @@ def sharded_factors(
 def set_factors(chunks: Sequence[Module], loaded: dict[str, Tensor]) -> None:
     """Copy what `dist_checkpointing.load` gave for `sharded_factors` into the factors."""
     for factors in factors_of(chunks):
-        for name, which, own in factors.pairs():
-            own.copy_(loaded[f"factors.{name}.{which}"])
+        for name, which, rows, own in factors.parts():
+            own.copy_(loaded[_key(name, which, rows)])
+
+
+def _key(name: str, which: Which, rows: slice) -> str:
+    """The name in a checkpoint of a piece of a factor."""
+    return f"factors.{name}.{which}" + (f".{rows.start}" if rows.start else "")
 
 
 def iter_factors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -312,12 +318,12 @@ def iter_factors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Tensor
 
     def whole(entry: tensors.Parameter) -> list[Tensor]:
         factors = local[entry.hf_names]
-        found: list[Tensor] = []
-        for _, which, own in factors.pairs():
+        found: dict[tuple[str, Which], list[Tensor]] = {}
+        for name, which, _, own in factors.parts():
             cut = factors.cut_of(which)
             shards = [own.detach()] if cut is None else shards_of(own.detach(), factors.group)
-            found.append(torch.cat(shards, dim=cut or 0))
-        return found
+            found.setdefault((name, which), []).append(torch.cat(shards, dim=cut or 0))
+        return [torch.cat(pieces) for pieces in found.values()]
 
     for entry in tensors.canonical_parameters(architecture):
         if not exchange.knows(entry):
@@ -335,7 +341,7 @@ def adapted_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
         name: cast(tuple[int, int], tensors.hf_shape(name, architecture))
         for entry in tensors.canonical_parameters(architecture)
         for name in entry.hf_names
-        if entry.layout in _ADAPTED and name.endswith(".weight")
+        if entry.layout in _ADAPTED and len(tensors.hf_shape(name, architecture)) == 2
     }
 
 
@@ -355,13 +361,13 @@ def factors_of(chunks: Sequence[Module]) -> list[Factors]:
 
 def values_of(chunks: Sequence[Module]) -> list[Tensor]:
     """A copy of this rank's factors."""
-    return [own.detach().clone() for each in factors_of(chunks) for _, _, own in each.pairs()]
+    return [own.detach().clone() for each in factors_of(chunks) for *_, own in each.parts()]
 
 
 @contextmanager
 def factors_as(chunks: Sequence[Module], values: Sequence[Tensor]) -> Iterator[None]:
     """Inside the block, compute with these factors, which `values_of` has copied."""
-    every = [own for factors in factors_of(chunks) for _, _, own in factors.pairs()]
+    every = [own for factors in factors_of(chunks) for *_, own in factors.parts()]
     trained = [own.data for own in every]
     for own, value in zip(every, values, strict=True):
         own.data = value
@@ -373,8 +379,7 @@ def factors_as(chunks: Sequence[Module], values: Sequence[Tensor]) -> Iterator[N
 
 
 def base_hash(chunks: Sequence[Module]) -> str | None:
-    """Hash of the frozen weights to which the factors are added; None if all weights are trained.
-    Collective."""
+    """Hash of the weights under the factors; None if all weights are trained. Collective."""
     if not factors_of(chunks):
         return None
     with base_only(chunks):

@@ -254,26 +254,32 @@ def own_parts(
 ) -> list[tuple[str, tuple[slice, ...]]]:
     """Name and slices of the parts of HF tensors that tensor rank `rank` of `size` holds.
 
-    One part of each tensor, or of each of its pieces (see `_grouped_rows`). The parts of a tensor
-    in layout "vocab" may differ in size.
+    One part of each of the `pieces`. Those of a tensor in layout "vocab" may differ in size.
     """
     parts = []
-    pieces = iter(_grouped_rows(entry.layout, architecture))
-    for name in entry.hf_names:
-        shape = hf_shape(name, architecture)
+    for name, start, rows in pieces(entry, architecture):
         if entry.layout in _UNCUT:
             parts.append((name, (slice(None),)))
         elif entry.layout == "columns":
-            parts.append((name, (slice(None), _share(0, shape[1], rank, size))))
-        elif not _is_grouped(entry.layout):
-            parts.append((name, (_share(0, shape[0], rank, size),)))
+            inputs = hf_shape(name, architecture)[1]
+            parts.append((name, (slice(None), _share(0, inputs, rank, size))))
         else:
-            start = 0
-            while start < shape[0]:
-                rows = next(pieces)
-                parts.append((name, (_share(start, rows, rank, size),)))
-                start += rows
+            parts.append((name, (_share(start, rows, rank, size),)))
     return parts
+
+
+def pieces(entry: Parameter, architecture: Architecture) -> list[tuple[str, int, int]]:
+    """HF name, first row and number of rows of each piece of the entry's tensors that is cut over
+    the ranks by itself: a whole tensor, or one part of several that it joins."""
+    found = []
+    grouped = iter(_grouped_rows(entry.layout, architecture))
+    for name in entry.hf_names:
+        start, end = 0, hf_shape(name, architecture)[0]
+        while start < end:
+            rows = next(grouped, end)
+            found.append((name, start, rows))
+            start += rows
+    return found
 
 
 def _share(start: int, length: int, rank: int, size: int) -> slice:
@@ -312,14 +318,8 @@ def join_parts(
     parts: Sequence[Tensor], layout: Layout, architecture: Architecture, size: int
 ) -> Tensor:
     """A tensor rank's shard, from its `own_parts`; `size` tensor ranks."""
-    if _is_grouped(layout):
-        groups = _num_groups(layout, architecture) // size
-        rows = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
-        if layout == "gated_qkv":
-            rows[0] = _swapped(rows[0], architecture, from_heads=True)
-        return torch.cat(rows, dim=1).flatten(0, 1)
-    if layout in ("gate_up", "expert_gate_up"):
-        return torch.cat(list(parts))
+    if _is_grouped(layout) or layout in ("gate_up", "expert_gate_up"):
+        return join_rows(parts, layout, architecture, size)
     (part,) = parts
     if layout != "vocab":
         return part
@@ -327,12 +327,27 @@ def join_parts(
     return torch.cat([part, part.new_zeros(missing, part.shape[1])]) if missing else part
 
 
-def _swapped(rows: Tensor, architecture: Architecture, *, from_heads: bool) -> Tensor:
-    """Reorder rows of queries and gates, [groups, rows, ...]. `from_heads`: from a query and a gate
-    for each head to all queries of a group before all its gates; else back."""
+def join_rows(
+    parts: Sequence[Tensor], layout: Layout, architecture: Architecture, size: int, dim: int = 0
+) -> Tensor:
+    """A tensor rank's rows in a parameter's order, from those of its `own_parts`, in dimension
+    `dim`. The last dimension of a linear layer's output has them too."""
+    if not _is_grouped(layout):
+        return _join(parts, dim)
+    dim %= parts[0].dim()
+    groups = _num_groups(layout, architecture) // size
+    rows = [part.unflatten(dim, (groups, -1)) for part in parts]
+    if layout == "gated_qkv":
+        rows[0] = _swapped(rows[0], architecture, dim + 1, from_heads=True)
+    return torch.cat(rows, dim=dim + 1).flatten(dim, dim + 1)
+
+
+def _swapped(rows: Tensor, architecture: Architecture, dim: int, *, from_heads: bool) -> Tensor:
+    """Reorder the rows of a group's queries and gates, which are in dimension `dim`. `from_heads`:
+    from a query and a gate for each head to all queries before all gates; else back."""
     heads = architecture.num_attention_heads // architecture.num_key_value_heads
     order = (heads, 2) if from_heads else (2, heads)
-    return rows.unflatten(1, (*order, -1)).transpose(1, 2).flatten(1, 3)
+    return rows.unflatten(dim, (*order, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
 def unshard(
@@ -359,10 +374,10 @@ def _ungrouped(weight: Tensor, entry: Parameter, architecture: Architecture) -> 
     """The HF tensors of a whole parameter whose pieces are interleaved by group."""
     groups = _num_groups(entry.layout, architecture)
     rows = [number // groups for number in _grouped_rows(entry.layout, architecture)]
-    pieces = list(weight.reshape(groups, -1, *weight.shape[1:]).split(rows, dim=1))
+    parts = list(weight.reshape(groups, -1, *weight.shape[1:]).split(rows, dim=1))
     if entry.layout == "gated_qkv":
-        pieces[0] = _swapped(pieces[0], architecture, from_heads=False)
-    whole = [piece.flatten(0, 1) for piece in pieces]
+        parts[0] = _swapped(parts[0], architecture, 1, from_heads=False)
+    whole = [part.flatten(0, 1) for part in parts]
     tensors = []
     for name in entry.hf_names:
         taken = [whole.pop(0)]

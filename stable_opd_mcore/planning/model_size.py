@@ -105,22 +105,24 @@ class ModelSize:
             each += 2 * model.ffn_hidden_size + model.hidden_size
         return self.layers_per_stage * own * each
 
-    def factor_parameters(self, rank: int) -> int:
+    def factor_parameters(self, rank: int, stage: int) -> int:
         """Parameters of the low-rank factors in one stage's layers, without those of experts."""
-        model, t, hidden = self.architecture, self.layout.tensor, self.architecture.hidden_size
-        if model.family.gated_attention or model.family.stacked_experts:
-            parts = "attention and its gated delta nets"
-            if model.family.stacked_experts:
-                parts = "experts"
+        model, net, t = self.architecture, self.architecture.delta_net, self.layout.tensor
+        hidden, delta_layers = model.hidden_size, self.delta_layers(stage)
+        if model.family.stacked_experts:
             raise UserError(
-                f"student.lora with a {model.model_type} model: its {parts} "
-                "have no factors yet; set student.lora=null, or take another student"
+                f"student.lora with a {model.model_type} model: its experts have no factors yet; "
+                "set student.lora=null, or take another student"
             )
         # A of a matrix that is cut by rows, and B of one that is cut by columns, are whole.
-        layer = 4 * hidden + 2 * (self.query_width + self.key_width) // t
+        heads = self.gated_width + self.query_width + 2 * self.key_width
+        layers = (self.layers_per_stage - delta_layers) * (4 * hidden + heads // t)
+        if net is not None:
+            heads = net.channels + 2 * net.values + 2 * net.num_value_heads
+            layers += delta_layers * (5 * hidden + heads // t)
         if model.experts is None:
-            layer += 3 * hidden + 3 * model.ffn_hidden_size // t
-        return rank * layer * self.layers_per_stage
+            layers += self.layers_per_stage * (3 * hidden + 3 * model.ffn_hidden_size // t)
+        return rank * layers
 
     def expert_factor_parameters(self, rank: int) -> int:
         """Parameters of the low-rank factors of this rank's experts; 0 in a dense model."""
@@ -129,10 +131,11 @@ class ModelSize:
 
     def widest_matrix(self) -> int:
         """Elements of a layer's largest matrix, joined as Megatron joins matrices."""
-        model, layout = self.architecture, self.layout
-        rows = (self.query_width + 2 * self.key_width) // layout.tensor
+        model, net, layout = self.architecture, self.architecture.delta_net, self.layout
+        attention = self.gated_width + 2 * self.key_width
+        delta_net = net.channels + net.values if net else 0
         mlp = 2 * model.ffn_hidden_size // (1 if model.experts else layout.tensor)
-        return max(rows, mlp) * model.hidden_size
+        return max(attention // layout.tensor, delta_net // layout.tensor, mlp) * model.hidden_size
 
     def fp8_parameters(self, stage: int) -> int:
         """Parameters of the matrices in FP8 on one pipeline stage."""

@@ -42,12 +42,13 @@ def scale_of(name: str) -> float:
 def random_pairs(architecture: Architecture) -> Pairs:
     """For every matrix that has factors; B is not zero, so that A has a gradient."""
     torch.manual_seed(5)
+    size = 0.2 if architecture.delta_net is None else 0.05  # large ones amplify rounding there
     pairs = {}
     for name, shape in tensors.hf_shapes(architecture).items():
         is_router = name.endswith("mlp.gate.weight")
-        if name.startswith("model.layers.") and len(shape) == 2 and not is_router:
+        if ".layers." in name and len(shape) == 2 and not is_router:
             rank = EXPERT_RANK if ".experts." in name else RANK
-            pairs[name] = 0.2 * torch.randn(rank, shape[1]), 0.2 * torch.randn(shape[0], rank)
+            pairs[name] = size * torch.randn(rank, shape[1]), size * torch.randn(shape[0], rank)
     return pairs
 
 
@@ -98,23 +99,20 @@ def projected(full: dict[str, Tensor], pairs: Pairs) -> Pairs:
     }
 
 
-def close(found: Tensor, expected: Tensor) -> None:
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
     assert found.shape == expected.shape
     scale = float(expected.detach().abs().max())
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * scale)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * scale)
 
 
-ADAPTED = [
-    name
-    for name, family in FAMILIES.items()
-    if not family.delta_nets and not family.stacked_experts
-]
+ADAPTED = [name for name, family in FAMILIES.items() if not family.stacked_experts]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "gpt_oss"])
-def test_gated_delta_nets_and_stacked_experts_have_no_factors_yet(model_type, world: World) -> None:
-    chunks = build_model(tiny.architecture(model_type), world)
-    with pytest.raises(UserError, match=r"student.lora: .* has no factors yet.*student.lora=null"):
+def test_stacked_experts_have_no_factors_yet(world: World) -> None:
+    chunks = build_model(tiny.architecture("gpt_oss"), world)
+    with pytest.raises(
+        UserError, match=r"student.lora: .* have no factors yet; set student.lora=null"
+    ):
         adapt(chunks, rank=2, alpha=2)
 
 
@@ -130,15 +128,17 @@ def test_factors_compute_what_the_merged_matrices_do(model_type, recompute, worl
     for chunks in (full, low):
         outputs.append(forward_hidden(chunks[0], batch))
         loss_of(outputs[-1], batch).backward()
-    close(outputs[1], outputs[0])
+    tolerance = 10 * tiny.tolerance(architecture)
+    close(outputs[1], outputs[0], tolerance)
     expected = projected(dict(hf_gradients(full)), pairs)
-    found = {
-        (name, which): part.grad for each in factors_of(low) for name, which, part in each.pairs()
-    }
-    assert len(found) == 2 * len(pairs)
-    for name, (of_a, of_b) in expected.items():
-        close(found[name, "A"], of_a)
-        close(found[name, "B"], of_b)
+    found = 0
+    for each in factors_of(low):
+        for name, which, rows, own in each.parts():
+            whole = expected[name][which == "B"]
+            assert own.grad is not None
+            close(own.grad, whole[rows], tolerance)
+            found += whole[rows].numel()
+    assert found == sum(factor.numel() for pair in pairs.values() for factor in pair)
     assert all(weight.grad is None for _, weight, _ in described_parameters(low))
 
 
@@ -160,7 +160,7 @@ def test_base_and_merged_tensors(model_type, world: World) -> None:
     assert not torch.equal(changed, forward_hidden(base[0], batch))
     merge(low)
     assert not factors_of(low)
-    close(forward_hidden(low[0], batch), changed)
+    close(forward_hidden(low[0], batch), changed, 10 * tiny.tolerance(architecture))
 
 
 @pytest.mark.parametrize("fp8", [None, Fp8("student", "tensorwise")])
@@ -232,6 +232,7 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 CASES = [
     *(("qwen3", name) for name in LAYOUTS),
     ("qwen2", "tp2_sp"),
+    *(("qwen3_5_text", name) for name in ("tp2", "tp2_sp", "pp2_vpp2")),
     *(("qwen3_moe", name) for name in EXPERT_LAYOUTS),
 ]
 STEPS = 3
@@ -289,22 +290,24 @@ def check_steps(rank: int, world_size: int, model_type: str, parallel: dict, pat
     student = Student(chunks, OptimizerConfig(lr=LR, clip_grad=1e9), "fp32")
     held = sum(buffer.numel() for buffer in student.gradient_buffers())
     assert held < sum(weight.numel() for _, weight, _ in described_parameters(chunks)) / 2
+    rounding = tiny.tolerance(architecture)
+    slack = rounding if architecture.delta_net else 1e-6
     every = [tiny.microbatch(each, seed=seed) for seed, each in enumerate(LENGTHS)]
     mine = every[world.batch_rank :: world.batch_size]
     for step in range(STEPS):
         student.zero_grad()
         outputs = run_forward_backward(student.model, mine, forward_step, world=world)
         norm = student.finish_grads()
-        assert norm == pytest.approx(norms[step], rel=1e-4), (step, norm, norms)
+        assert norm == pytest.approx(norms[step], rel=10 * rounding), (step, norm, norms)
         if world.batch_size == 1 and world.is_last_stage:
-            assert sum(map(float, outputs)) == pytest.approx(losses[step], rel=1e-5)
+            assert sum(map(float, outputs)) == pytest.approx(losses[step], rel=rounding)
         student.update(LR)
     for factors in factors_of(chunks):
         part, size = factors.group.rank(), factors.num_parts
-        for name, which, own in factors.pairs():
-            whole, cut = expected[name][which == "B"], factors.cut_of(which)
-            wanted = whole if cut is None else whole.chunk(size, dim=cut)[part]
-            torch.testing.assert_close(own.detach(), wanted, rtol=1e-5, atol=1e-6)
+        for name, which, rows, own in factors.parts():
+            piece, cut = expected[name][which == "B"][rows], factors.cut_of(which)
+            wanted = piece if cut is None else piece.chunk(size, dim=cut)[part]
+            torch.testing.assert_close(own.detach(), wanted, rtol=rounding, atol=slack)
     stop_world()
 
 
