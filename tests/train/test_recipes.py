@@ -90,6 +90,12 @@ def test_the_recipes_of_other_papers_have_their_values():
     assert top.data.prompt_template.startswith("{problem} Please reason step by step")
 
 
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_the_7b_pair_with_an_adapter_fits_two_gpus(gpu):
+    config = load_config(CONFIGS / "recipes" / "stable_opd_7b_lora.yaml")
+    assert make_plan(config, Cluster(1, 2, 0), gpu).memory.fits
+
+
 def tiny(config: Config, directory: Path) -> tuple[str, Config]:
     """The recipe with tiny models of its families; what is left of it, to run equal ones once."""
     values = config.model_dump(by_alias=True)
@@ -101,11 +107,17 @@ def tiny(config: Config, directory: Path) -> tuple[str, Config]:
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32}
         sizes |= {"max_position_embeddings": 128, "initializer_range": 0.1}
         sizes |= {"rope_theta": 10000.0, "tie_word_embeddings": False}  # equal for equal recipes
+        if "linear_num_key_heads" in source:
+            sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+            sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+            sizes |= {"full_attention_interval": 2}
         return {
             "architecture": {**source, **sizes, **({"head_dim": 8} if "head_dim" in source else {})}
         }
 
-    values["student"] = shrunk(config.student)
+    values["student"] = shrunk(config.student) | {"lora": values["student"]["lora"]}
+    if config.cold_start is not None:
+        values["cold_start"] |= {"steps": 1, "prompts_per_step": 4}
     if config.teacher is not None and config.teacher.is_self:
         values["teacher"] = {"path": "self", "prompt": "{{ solution }}{{ problem }}"}
     elif config.teacher is not None:
