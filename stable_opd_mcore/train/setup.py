@@ -6,6 +6,7 @@ import torch
 
 from stable_opd_mcore.checks.lazy_inputs import Place
 from stable_opd_mcore.config.schema import Config, ModelConfig
+from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.evaluation.grading import Grader, Rewards
 from stable_opd_mcore.losses.objectives import build_objective
@@ -16,6 +17,7 @@ from stable_opd_mcore.parallel.world import World, ranks_on_this_machine, start_
 from stable_opd_mcore.planning.hardware import DEVICES, Cluster
 from stable_opd_mcore.planning.known_models import models_in_trainer
 from stable_opd_mcore.rollout.build_engine import build_engine, embedded_engine, training_sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
@@ -116,9 +118,7 @@ def build_run(
         overlap=overlap,
         memory=memory,
         engine=engine,
-        held_out_engine=embedded_engine(config, world, models.student, tokenizer, progress)
-        if config.rollout.engine == "replay"
-        else None,
+        held_out_engine=_held_out_engine(config, world, models, tokenizer, progress),
         sampling=training_sampling(config, tokenizer.stop_token_ids, scored=is_served),
         objective=objective,
         prompts=prompts,
@@ -126,6 +126,19 @@ def build_run(
         order=prompt_order(config, prompts),
         grader=Grader(rewards=rewards_of(config)),
     )
+
+
+def _held_out_engine(
+    config: Config,
+    world: World,
+    models: RunModels,
+    tokenizer: Tokenizer,
+    progress: Callable[[], None],
+) -> RolloutEngine | None:
+    """What samples evaluations of a run that replays its rollouts; None: the run's engine."""
+    if config.rollout.engine != "replay":
+        return None
+    return embedded_engine(config, world, models.student, tokenizer, progress)
 
 
 def rewards_of(config: Config) -> Rewards:
