@@ -14,11 +14,13 @@ from tests.integration.sglang_tools import (
 pytestmark = [needs_sglang, pytest.mark.cluster]
 
 
-def test_a_colocated_server_and_the_trainer_hand_the_gpu_over(tmp_path):
+@pytest.mark.parametrize("lora", [(), ("student.lora.rank=4",)], ids=["weights", "factors"])
+def test_a_colocated_server_and_the_trainer_hand_the_gpu_over(tmp_path, lora):
     """On a CPU a server releases no memory: this shows the order of the requests, and that the
     server then has the right weights. Tokens whose probability differs too much are dropped. A run
     that keeps everything in place, on the same rollouts, has the same losses."""
     settings = (
+        *lora,
         "train.steps=3",
         "train.precision=bf16",
         "kl.beta=0.1",
@@ -33,10 +35,12 @@ def test_a_colocated_server_and_the_trainer_hand_the_gpu_over(tmp_path):
         assert row["memory/left_gib"] == 0
     log = (moves / "sglang/server_0.log").read_text()
     routes = ("release_memory_occupation", "resume_memory_occupation", "update_weights_from_tensor")
+    routes += ("load_lora_adapter_from_tensors",)
     lines = [line for line in log.splitlines() if "200 OK" in line]
     asked = [route for line in lines for route in routes if f"/{route} " in line]
-    release, resume, update = routes
-    assert asked == [update, *[release, resume, update] * 2, release]
+    release, resume, update, load = routes
+    first, again = ([update, load], [load]) if lora else ([update], [update])
+    assert asked == [*first, *[release, resume, *again] * 2, release]
     assert [event["event"] for event in events(moves)] == ["published"] * 3
 
     replaying = ("rollout.engine=replay", f"rollout.replay_from={moves}")

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.lora import adapt, factors_of
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, gather_objects, start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
@@ -50,10 +51,14 @@ class Student(NamedTuple):
     scorer: MegatronScorer
 
     def publish(self) -> int:
-        """Change the weights and publish them; returns their version."""
+        """Change what is trained and publish it; returns its version."""
         version = len(self.weights)
+        torch.manual_seed(version)
+        factors = [b_OR for each in factors_of(self.chunks) for b_OR in each.B]
         with torch.no_grad():
-            for parameter in self.chunks[0].parameters():
+            for b_OR in factors:
+                b_OR.normal_(std=0.1)
+            for parameter in () if factors else self.chunks[0].parameters():
                 parameter.mul_(1.1)
         state = self.chunks[0].state_dict()
         self.weights[version] = {k: v.clone() for k, v in state.items() if v is not None}
@@ -100,16 +105,22 @@ def student_of(directory: Path, world: World, *overrides: str) -> Student:
     assert config.student.architecture is not None
     architecture = read_architecture(config.student.architecture)
     chunks = build_model(architecture, world, precision="fp32", trainable=False, seed=3)
+    if lora := config.student.lora:
+        adapt(chunks, rank=lora.rank, alpha=lora.alpha)
     engine = build_sglang_engine(config, world, chunks, None, VOCABULARY)
     scorer = MegatronScorer(chunks, world, vocab_size=VOCABULARY)
     return Student(engine, world, list(chunks), {}, scorer)
 
 
-@pytest.fixture(scope="module")
-def student(world, tmp_path_factory) -> Iterator[Student]:
+FACTORS = ("student.lora.rank=4", "student.lora.alpha=8")
+
+
+@pytest.fixture(scope="module", params=[(), FACTORS], ids=["weights", "factors"])
+def student(world, tmp_path_factory, request) -> Iterator[Student]:
     started = student_of(
         tmp_path_factory.mktemp("partial"),
         world,
+        *request.param,
         "rollout.sglang.num_servers=2",
         f"rollout.sglang.python={PYTHON}",
         "rollout.sglang.arguments=['--max-total-tokens','16384']",
@@ -177,11 +188,13 @@ def test_a_killed_servers_responses_continue_elsewhere(student):
     assert metrics["engine/redrawn"].total > 0
 
 
-def share_a_server(rank: int, num_ranks: int, directory: Path, url: str) -> None:
+def share_a_server(
+    rank: int, num_ranks: int, directory: Path, url: str, settings: Sequence[str]
+) -> None:
     """The responses of both ranks outlive two publishes, which abort the requests of both."""
     world = start_world(ParallelConfig(), seed=0)
     key = f"rollout.sglang.api_key_file={directory / 'key'}"
-    student = student_of(directory, world, *external(url), key)
+    student = student_of(directory, world, *external(url), key, *settings)
     engine, first = student.engine, student.publish()
     prompts = [Prompt(f"rank_{rank}:{i}", "", tuple(range(3 + i, 15 + i + rank))) for i in range(4)]
     assert engine.idle is not None
@@ -209,7 +222,8 @@ def test_ranks_share_a_server_over_two_publishes(student, tmp_path):
     client = student.engine.fleet.members[1].client
     (tmp_path / "key").touch(0o600)
     (tmp_path / "key").write_text(client.api_key)
-    run_ranks(2, share_a_server, tmp_path, client.url)
+    settings = FACTORS if factors_of(student.chunks) else ()
+    run_ranks(2, share_a_server, tmp_path, client.url, settings)
     published = [event["detail"] for event in events(tmp_path / "smoke_cpu")]
     assert sorted(published) == [f"version {v}" for v in range(3) for _ in range(2)]
 
