@@ -72,7 +72,7 @@ class SglangConfig(Section):
     """What a publish sends of a student with `student.lora`. `adapter`: the frozen weights once in
     a server's life, then the factors of each version, over HTTP. `merged`: matrices with the
     factors added and rounded, all of them each time. `null`: `adapter`, but `merged` for a student
-    with experts: SGLang does not update experts that have an adapter."""
+    with experts or gated delta nets, whose adapters SGLang does not serve in full."""
 
     @property
     def transport(self) -> Literal["distributed", "tensor", "disk"]:

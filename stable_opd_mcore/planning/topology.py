@@ -237,13 +237,16 @@ def sends_adapter(config: Config, student: Architecture) -> bool:
     """
     if config.student.lora is None or not config.rollout.has_servers:
         return False
-    if student.experts is None:
+    if student.experts is not None:
+        reason = "reports that it has updated the weights of experts with an adapter, and has not"
+    elif student.delta_net is not None:
+        reason = "leaves out the factors of decay and step size of gated delta nets"
+    else:
         return config.rollout.sglang.lora != "merged"
     if config.rollout.sglang.lora == "adapter":
         raise UserError(
-            f"rollout.sglang.lora=adapter with a {student.model_type} student: SGLang reports that "
-            "it has updated the weights of experts with an adapter, and has not; set "
-            "rollout.sglang.lora=merged"
+            f"rollout.sglang.lora=adapter with a {student.model_type} student: SGLang {reason}; "
+            "set rollout.sglang.lora=merged"
         )
     return False
 

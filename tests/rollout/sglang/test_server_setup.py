@@ -74,11 +74,16 @@ def test_servers_are_ready_for_the_factors_that_they_will_be_sent(
             server_options(config, model, 0, (), 2, device)
 
 
-def test_experts_are_sent_merged_with_their_factors():
-    student = read_architecture(tiny.config("qwen3_moe"))
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("qwen3_moe", "experts with an adapter"), ("qwen3_5", "decay and step size of gated delta")],
+)
+def test_what_sglang_does_not_serve_as_an_adapter_is_sent_merged(family, reason):
+    student = read_architecture(tiny.config(family))
     settings = {"student": {"architecture": {}, "lora": {}}}
+    assert not sends_adapter(run_with(rollout={"engine": "sglang"}, **settings), student)
     config = run_with(rollout={"engine": "sglang", "sglang": {"lora": "adapter"}}, **settings)
-    with pytest.raises(UserError, match=r"experts with an adapter.*rollout\.sglang\.lora=merged"):
+    with pytest.raises(UserError, match=rf"{reason}.*rollout\.sglang\.lora=merged"):
         sends_adapter(config, student)
 
 
