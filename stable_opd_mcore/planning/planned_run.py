@@ -124,7 +124,7 @@ class PlannedRun:
         """What each publish sends, to however many servers."""
         whole = ModelSize(self.models.student, Layout(1))
         if self.frozen_bytes and (lora := self.config.student.lora):
-            return self.element * whole.factor_parameters(lora.rank)
+            return self.element * whole.factor_parameters(lora.rank, stage=0)
         return self.element * whole.total_parameters() if self.config.rollout.has_servers else 0
 
     @property
