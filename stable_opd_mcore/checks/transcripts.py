@@ -4,9 +4,9 @@ The teacher reads the student's tokens, those between two turns included. Not he
 before the first turn (templates.py).
 """
 
-import ast
+import re
 from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
+from itertools import repeat
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from stable_opd_mcore.records import Sample
 from stable_opd_mcore.run_inputs import environments_of, restart_problem
 
 _SHOWN_CHARACTERS = 400  # of one piece
+_TOOL_MESSAGE = re.compile(rb"""["']role["']\s*:\s*["']tool["']""")
 _CONVERSATION: list[Message] = [
     {"role": role, "content": "1+1?"} for role in ("user", "assistant", "tool")
 ]
@@ -57,10 +58,7 @@ def _names_tool(environment: EnvironmentConfig) -> bool:
 
     A student that calls no tool in the example episode gets no such message there.
     """
-    nodes = ast.walk(ast.parse(environment.read().source))
-    pairs = (zip(each.keys, each.values, strict=True) for each in nodes if type(each) is ast.Dict)
-    named = ([getattr(each, "value", None) for each in pair] for pair in chain.from_iterable(pairs))
-    return ["role", "tool"] in named
+    return _TOOL_MESSAGE.search(environment.read().source) is not None
 
 
 def tool_messages(inputs: RunInputs) -> None:
