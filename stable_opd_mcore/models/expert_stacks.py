@@ -2,7 +2,9 @@
 
 In gpt-oss's files `experts.gate_up_proj` is [E, H, 2 F] with columns of gate and up in turn,
 `experts.down_proj` [E, F, H], and each has a `..._bias` without the H or F that is multiplied. In
-the trainer every expert's matrices have names of their own (tensors.py).
+Qwen3.5-MoE's published files they are [E, 2 F, H], gate before up, and [E, H, F]; transformers also
+writes each of its matrices by itself. In the trainer every expert's matrices have names of their
+own (tensors.py).
 
 E experts, F width of one, H hidden size.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,52 +25,69 @@ from stable_opd_mcore.models.tensors import hf_shapes
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
+def are_stacked(architecture: Architecture, names: Iterable[str]) -> bool:
+    """Whether files with tensors of these names hold the decoder's experts in stacks."""
+    ends = (name for name in names if name.endswith(".experts.gate_up_proj"))
+    return architecture.family.stacked_experts or any(name.startswith("model.") for name in ends)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a stack has the matrix or the bias of an expert."""
 
     stack: str
     expert: int
-    rows: slice  # of the expert's matrix, transposed
+    rows: slice  # of the expert's part, transposed if is_transposed
+    matrices: int  # of an expert in the stack
+    is_transposed: bool
 
-    def of(self, expert: Tensor) -> Tensor:
-        """A view of it in the expert's part of the stack."""
-        return expert.t()[self.rows]
+    def of(self, stack: Any) -> Tensor:
+        """A view of it in the stack; `stack` may also be a file's, which is read there."""
+        if self.is_transposed:
+            return stack[self.expert].t()[self.rows]
+        return stack[self.expert, self.rows]
 
 
-def place(name: str, architecture: Architecture) -> Place | None:
+def place(name: str, architecture: Architecture, is_stacked: bool) -> Place | None:
     """Where the files have a tensor of the model; None: by itself."""
     match = _EXPERT.fullmatch(name)
-    if match is None or not architecture.family.stacked_experts:
+    if match is None or not is_stacked:
         return None
     layer, expert, kind = match[1], int(match[2]), match[3]
     suffix = "_bias" if match[4] == "bias" else ""
+    in_turn = architecture.family.stacked_experts
     if kind == "down":
-        return Place(f"{layer}.down_proj{suffix}", expert, slice(None))
-    rows = slice(0 if kind == "gate" else 1, None, 2)
-    return Place(f"{layer}.gate_up_proj{suffix}", expert, rows)
+        return Place(f"{layer}.down_proj{suffix}", expert, slice(None), 1, in_turn)
+    is_up, width = kind == "up", architecture.ffn_hidden_size
+    rows = slice(int(is_up), None, 2) if in_turn else slice(is_up * width, (1 + is_up) * width)
+    return Place(f"{layer}.gate_up_proj{suffix}", expert, rows, 2, in_turn)
 
 
-def file_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def file_shapes(architecture: Architecture, is_stacked: bool) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in the files, in the order of the forward pass."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, *columns) in hf_shapes(architecture).items():
-        found = place(name, architecture)
+        found = place(name, architecture, is_stacked)
         if found is None:
             shapes[name] = (rows, *columns)
             continue
         assert architecture.experts is not None
-        shapes[found.stack] = (architecture.experts.number, *columns, rows * (found.rows.step or 1))
+        each = [rows * found.matrices, *columns]
+        each = reversed(each) if found.is_transposed else each
+        shapes[found.stack] = (architecture.experts.number, *each)
     return shapes
 
 
 def stacked(
-    whole: Iterable[tuple[str, Tensor]], architecture: Architecture, shapes: Mapping[str, tuple]
+    whole: Iterable[tuple[str, Tensor]],
+    architecture: Architecture,
+    shapes: Mapping[str, tuple[int, ...]],
+    is_stacked: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """`whole` with the stacks of `file_shapes` in place of experts' tensors, on the CPU."""
     stacks: dict[str, Tensor] = {}
     for name, tensor in whole:
-        found = place(name, architecture)
+        found = place(name, architecture, is_stacked)
         if found is None:
             yield from stacks.items()
             stacks = {}
@@ -75,5 +95,5 @@ def stacked(
             continue
         if found.stack not in stacks:
             stacks[found.stack] = torch.empty(shapes[found.stack], dtype=tensor.dtype)
-        found.of(stacks[found.stack][found.expert]).copy_(tensor)
+        found.of(stacks[found.stack]).copy_(tensor)
     assert not stacks, "the final norm comes after all layers"

@@ -32,6 +32,8 @@ class Family:
     # What a missing key of `supported` means, where that is not the implemented value
     defaults: Mapping[str, Any] = field(default_factory=dict)
     expert_width: str | None = None  # the key of the experts' width; None: one dense MLP a layer
+    shared_expert: bool = False  # each layer also has an expert for every token, times a gate
+    normalised: bool = False  # Experts.normalised, if config.json says nothing
     nested: bool = False  # settings in text_config, tensors in model.language_model
     # RMSNorm multiplies by 1 + weight, except inside a gated delta net
     zero_centred_norms: bool = False
@@ -45,6 +47,8 @@ class Family:
     glu_limit: float | None = None
     # One tensor holds a matrix of all experts of a layer, transposed, gate and up interleaved
     stacked_experts: bool = False
+    # Files hold the delta nets' q, k, v and z in one tensor, by key heads, and b and a in another
+    joined_delta_nets: bool = False
     # Prefixes of the tensors of other parts of the model, which are not built but copied on export
     carried: tuple[str, ...] = ()
 
@@ -61,14 +65,17 @@ _PLAIN = {
     "quantization_config": None,
 }
 _NO_ATTENTION_BIAS = {"attention_bias": False}
-_QWEN3_5: dict[str, Any] = {
+_ALL_LAYERS_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_HYBRID: dict[str, Any] = {
     "qkv_bias": False,
     "qk_norm": True,
-    "supported": _PLAIN | _NO_ATTENTION_BIAS | {"attn_output_gate": True, "output_gate_type": None},
     "zero_centred_norms": True,
     "gated_attention": True,
     "rotary_share": 0.25,
     "delta_nets": True,
+}
+_QWEN3_5: dict[str, Any] = _HYBRID | {
+    "supported": _PLAIN | _NO_ATTENTION_BIAS | {"attn_output_gate": True, "output_gate_type": None},
     "carried": ("model.visual.", "mtp."),
 }
 _GPT_OSS = {
@@ -77,6 +84,13 @@ _GPT_OSS = {
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
 }
+_SHARED_EXPERT: dict[str, Any] = {
+    "expert_width": "moe_intermediate_size",
+    "shared_expert": True,
+    "normalised": True,
+}
+_QWEN3_5_MOE: dict[str, Any] = _QWEN3_5 | _SHARED_EXPERT
+_QWEN3_5_MOE["supported"] = _QWEN3_5["supported"] | {"norm_topk_prob": True}
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, supported=_PLAIN),
     "qwen3": Family(
@@ -86,7 +100,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen3MoeForCausalLM",
         qkv_bias=False,
         qk_norm=True,
-        supported=_PLAIN | _NO_ATTENTION_BIAS | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        supported=_PLAIN | _NO_ATTENTION_BIAS | _ALL_LAYERS_SPARSE,
         expert_width="moe_intermediate_size",
     ),
     "llama": Family(
@@ -102,12 +116,23 @@ FAMILIES: dict[str, Family] = {
     # Qwen3.5, 3.6 and 3.8: as published, and as transformers saves the text model by itself
     "qwen3_5": Family("Qwen3_5ForCausalLM", nested=True, **_QWEN3_5),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_QWEN3_5),
+    "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM", nested=True, **_QWEN3_5_MOE),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", **_QWEN3_5_MOE),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        supported=_PLAIN | _NO_ATTENTION_BIAS | _ALL_LAYERS_SPARSE,
+        joined_delta_nets=True,
+        carried=("mtp.",),
+        **_HYBRID,
+        **_SHARED_EXPERT,
+    ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         qkv_bias=True,
         qk_norm=False,
         supported=_PLAIN | _GPT_OSS,
         expert_width="intermediate_size",
+        normalised=True,
         sliding_windows=True,
         sinks=True,
         biases=True,
@@ -124,6 +149,7 @@ class Experts:
     number: int
     per_token: int
     normalised: bool  # the probabilities of a token's chosen experts are divided by their sum
+    shared_width: int | None  # of the expert that every token passes; None: there is none
 
 
 @dataclass(frozen=True)
@@ -205,12 +231,20 @@ class Architecture:
         return mixers + self.num_layers * self.mlp_products
 
     @property
+    def dense_width(self) -> int:
+        """Width of the MLP that every token passes: a layer's only one, or its shared expert."""
+        return self.ffn_hidden_size if self.experts is None else self.experts.shared_width or 0
+
+    @property
+    def router_rows(self) -> int:
+        """Rows of a layer's router, and of the gate of its shared expert."""
+        return 0 if self.experts is None else self.experts.number + (self.dense_width > 0)
+
+    @property
     def mlp_products(self) -> int:
         """Multiplications of one token in one layer's MLP, by its experts and the router."""
-        mlp = 3 * self.ffn_hidden_size * self.hidden_size
-        if self.experts is None:
-            return mlp
-        return self.experts.per_token * mlp + self.experts.number * self.hidden_size
+        chosen = 0 if self.experts is None else self.experts.per_token * self.ffn_hidden_size
+        return (3 * (self.dense_width + chosen) + self.router_rows) * self.hidden_size
 
     @property
     def attention_length(self) -> float:
@@ -341,8 +375,14 @@ def _experts(fields: Fields, family: Family) -> Experts:
             f"{fields.origin}: num_experts_per_tok={per_token} exceeds num_experts={number}; "
             "correct config.json"
         )
-    is_normalised = fields.get("norm_topk_prob", family.supported.get("norm_topk_prob", False))
-    return Experts(number, per_token, normalised=bool(is_normalised))
+    return Experts(
+        number,
+        per_token,
+        normalised=bool(fields.get("norm_topk_prob", family.normalised)),
+        shared_width=(
+            fields.count("shared_expert_intermediate_size") if family.shared_expert else None
+        ),
+    )
 
 
 def _changed(

@@ -51,6 +51,8 @@ def _widths(architecture: Architecture, tensor: int) -> dict[str, int]:
     if model.family.gated_attention:
         heads += model.num_attention_heads
     widths: dict[str, int] = {}
+    if model.experts is not None and model.dense_width:
+        widths["the shared expert's width"] = model.dense_width // tensor
     if (net := model.delta_net) is not None:
         of_all = (net.channels + net.values) // tensor
         widths["the gated delta net's width of values"] = net.values // tensor

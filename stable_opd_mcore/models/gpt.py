@@ -231,6 +231,8 @@ def _experts_config(architecture: Architecture, world: World) -> dict[str, Any]:
         "moe_ffn_hidden_size": architecture.ffn_hidden_size,
         "moe_router_topk": experts.per_token,
         "moe_router_pre_softmax": not experts.normalised,
+        "moe_shared_expert_intermediate_size": experts.shared_width,
+        "moe_shared_expert_gate": experts.shared_width is not None,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

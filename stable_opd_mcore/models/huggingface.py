@@ -20,7 +20,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import atomic_directory, describe_space
 from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models import mxfp4, tensors
-from stable_opd_mcore.models.expert_stacks import file_shapes, place, stacked
+from stable_opd_mcore.models.expert_stacks import are_stacked, file_shapes, place, stacked
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.small_files import write_config
@@ -118,8 +118,8 @@ def export_hf(
 
     Args:
         base: the model directory where training began. Its tensors of other parts of the model are
-            copied, and weights that every model keeps in fp32 are written in the type that they
-            have there.
+            copied, weights that every model keeps in fp32 are written in the type that they have
+            there, and the experts of a layer are stacked if they are there.
 
     Raises:
         UserError: a weight is not finite, `base` cannot be read, or the directory cannot be
@@ -167,8 +167,9 @@ def _write_model(
     """The part of `export_hf` on rank 0; `base` None: there is nothing to copy from it."""
     architecture, dtype = architecture_of(chunks), unwrap(chunks[0]).config.params_dtype
     types = _export_types(architecture, dtype, base)
-    shapes = file_shapes(architecture)
-    whole = stacked(_typed(chunks, types), architecture, shapes)
+    is_stacked = base.stacks_experts if base else architecture.family.stacked_experts
+    shapes = file_shapes(architecture, is_stacked)
+    whole = stacked(_typed(chunks, types), architecture, shapes, is_stacked)
     sizes = {
         name: math.prod(shape) * types.get(name, dtype).itemsize for name, shape in shapes.items()
     }
@@ -238,6 +239,7 @@ class _Checkpoint:
         self._directory, self._architecture = directory, architecture
         self._file_of: dict[str, str] = {}
         self._open: dict[str, Any] = {}
+        self.stacks_experts = False  # known once the files' names are
         self.fault: str | None = None  # the first tensor read with a value that is not finite
 
     def __enter__(self) -> _Checkpoint:
@@ -266,6 +268,7 @@ class _Checkpoint:
             raise UserError(
                 f"{self._directory}: neither {_SINGLE} nor {_INDEX}; download the weights"
             )
+        self.stacks_experts = are_stacked(self._architecture, self._file_of)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -274,7 +277,8 @@ class _Checkpoint:
     def check(self) -> None:
         """Refuse a missing, misshapen or additional tensor; every rank checks all of them."""
         architecture = self._architecture
-        wanted = mxfp4.stored_shapes(file_shapes(architecture), self._file_of)
+        shapes = file_shapes(architecture, self.stacks_experts)
+        wanted = mxfp4.stored_shapes(shapes, self._file_of)
         hint = (
             f"the model is {architecture.model_type} with {architecture.num_layers} layers of "
             f"{architecture.hidden_size}: give a complete checkpoint of this architecture"
@@ -328,7 +332,7 @@ class _Checkpoint:
 
     def _file_name(self, name: str) -> str:
         """The tensor in the files that holds one of the model's, or its blocks in MXFP4."""
-        found = place(name, self._architecture)
+        found = place(name, self._architecture, self.stacks_experts)
         if found is None:
             return name
         blocks, _ = mxfp4.parts_of(found.stack)
@@ -354,13 +358,13 @@ class _Checkpoint:
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """A slice of each dimension of a tensor; only these bytes are read from the file, and all
         of an expert's where it has gate and up in turn."""
-        found = place(name, self._architecture)
+        found = place(name, self._architecture, self.stacks_experts)
         name = self._file_name(name)
         view = self._handle(self._file_of[name]).get_slice(name)
         if found is None:
             tensor = view[part]
         elif name == found.stack:
-            tensor = found.of(view[found.expert])
+            tensor = found.of(view)
         else:
             scales = self._view(mxfp4.parts_of(found.stack)[1])[found.expert]
             rows = view[found.expert][found.rows], scales[found.rows]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from stable_opd_mcore.models.families import Architecture
 
-_CUT_OVER_TENSOR_RANKS = ("num_attention_heads", "num_key_value_heads")
-
 
 def layout_refusal(
     architecture: Architecture,
@@ -19,12 +17,7 @@ def layout_refusal(
 ) -> str | None:
     """Why these ranks, with `num_chunks` on each stage, cannot hold the model; None if they can."""
     experts, net = architecture.experts, architecture.delta_net
-    cut = {name: getattr(architecture, name) for name in _CUT_OVER_TENSOR_RANKS}
-    if experts is None:
-        cut["ffn_hidden_size"] = architecture.ffn_hidden_size
-    if net is not None:
-        cut["linear_num_key_heads"] = net.num_key_heads
-    for name, number in cut.items():
+    for name, number in _cut_over_tensor_ranks(architecture).items():
         if number % tensor:
             return (
                 f"parallel.tensor={tensor} does not divide {name}={number} of this "
@@ -59,6 +52,18 @@ def layout_refusal(
             "parallel.sequence=true"
         )
     return None
+
+
+def _cut_over_tensor_ranks(architecture: Architecture) -> dict[str, int]:
+    """The sizes, by their keys in config.json, that tensor ranks must divide."""
+    width = "shared_expert_intermediate_size" if architecture.experts else "intermediate_size"
+    net = architecture.delta_net
+    return {
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_key_value_heads": architecture.num_key_value_heads,
+        width: architecture.dense_width,
+        **({} if net is None else {"linear_num_key_heads": net.num_key_heads}),
+    }
 
 
 def _divisors(number: int) -> list[int]:

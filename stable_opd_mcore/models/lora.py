@@ -195,10 +195,11 @@ def adapt(
         UserError: a matrix, or a family, that has no factors yet.
     """
     for model in map(unwrap, chunks):
-        if model.architecture.family.stacked_experts:
+        family = model.architecture.family
+        if family.stacked_experts or family.shared_expert:
             raise UserError(
-                f"student.lora: the experts of {model.architecture.model_type}, whose matrices are "
-                "interleaved in its files, have no factors yet; set student.lora=null"
+                f"student.lora: the experts of {model.architecture.model_type}, which are "
+                "interleaved in its files or shared, have no factors yet; set student.lora=null"
             )
         model.requires_grad_(False)
         by_linear: dict[str, list[Factors]] = {}

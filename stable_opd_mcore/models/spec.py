@@ -119,10 +119,12 @@ def _torch_layer(
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     attention.linear_qkv, attention.linear_proj = TorchColumnLinear, TorchRowLinear
-    mlp = _submodules(layer.submodules.mlp)
+    mlps = [layer.submodules.mlp]
     if config.num_moe_experts is not None:
-        mlp = _submodules(mlp.experts)
-    mlp.linear_fc1, mlp.linear_fc2 = TorchColumnLinear, TorchRowLinear
+        of_experts: Any = _submodules(layer.submodules.mlp)
+        mlps = [of_experts.experts, of_experts.shared_experts]
+    for mlp in map(_submodules, mlps):
+        mlp.linear_fc1, mlp.linear_fc2 = TorchColumnLinear, TorchRowLinear
     return layer, DeltaNetSubmodules(TorchColumnLinear, TorchRowLinear), norm
 
 

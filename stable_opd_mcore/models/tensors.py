@@ -85,6 +85,18 @@ _LAYER: dict[str, Parameter] = {
     "mlp.linear_fc1.weight": Parameter(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up"),
     "mlp.linear_fc2.weight": Parameter(("mlp.down_proj.weight",), "columns"),
     "mlp.router.weight": Parameter(("mlp.gate.weight",), "whole"),
+    "mlp.shared_experts.linear_fc1.weight": Parameter(
+        ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"), "gate_up"
+    ),
+    "mlp.shared_experts.linear_fc2.weight": Parameter(
+        ("mlp.shared_expert.down_proj.weight",), "columns"
+    ),
+    "mlp.shared_experts.gate_weight": Parameter(("mlp.shared_expert_gate.weight",), "whole"),
+}
+# Where files join a delta net's projections, these are already interleaved by key head.
+_JOINED_DELTA_NET = {
+    "self_attention.in_proj.weight": Parameter(("linear_attn.in_proj_qkvz.weight",), "rows"),
+    "self_attention.in_proj_ba.weight": Parameter(("linear_attn.in_proj_ba.weight",), "rows"),
 }
 # The router has another name in the files of families whose router has a bias.
 _ROUTER_WITH_BIAS = {
@@ -94,6 +106,7 @@ _DELTA_NET = [f"self_attention.{name}" for name in (
     "in_proj.weight", "in_proj_ba.weight", "conv_weight", "dt_bias", "A_log", "norm_weight",
     "out_proj.weight",
 )]  # fmt: skip
+_SHARED_EXPERT = [name for name in _LAYER if name.startswith("mlp.shared_experts.")]
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT_NAMES = (
     re.compile(
@@ -121,6 +134,8 @@ def _layer_entry(name: str, architecture: Architecture, first_expert: int = 0) -
     if name in _ROUTER_WITH_BIAS and architecture.family.biases:
         return _ROUTER_WITH_BIAS[name]
     entry = _LAYER[name]
+    if architecture.family.joined_delta_nets:
+        entry = _JOINED_DELTA_NET.get(name, entry)
     is_gated = entry.layout == "qkv" and architecture.family.gated_attention
     return replace(entry, layout="gated_qkv") if is_gated else entry
 
@@ -173,7 +188,7 @@ def _mixer(architecture: Architecture, number: int) -> list[Parameter]:
     """The attention of a layer, or what it has instead."""
     family = architecture.family
     if number in architecture.delta_layers:
-        return [_LAYER[name] for name in _DELTA_NET]
+        return [_layer_entry(name, architecture) for name in _DELTA_NET]
     names = [
         "linear_qkv.weight",
         *(["linear_qkv.bias"] if family.qkv_bias else []),
@@ -189,10 +204,11 @@ def _mlp(architecture: Architecture) -> list[Parameter]:
     experts = architecture.experts
     if experts is None:
         return [_LAYER["mlp.linear_fc1.weight"], _LAYER["mlp.linear_fc2.weight"]]
+    shared = [] if experts.shared_width is None else [_LAYER[name] for name in _SHARED_EXPERT]
     has_biases = architecture.family.biases
     router = [*_ROUTER_WITH_BIAS.values()] if has_biases else [_LAYER["mlp.router.weight"]]
     each = (_expert(index, architecture).values() for index in range(experts.number))
-    return [*router, *chain.from_iterable(each)]
+    return [*shared, *router, *chain.from_iterable(each)]
 
 
 def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
@@ -208,6 +224,7 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
         return _delta_net_shape(name.rpartition(".linear_attn.")[2].removesuffix(".weight"), a)
     query, group = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    ffn = a.ffn_hidden_size if ".experts." in name else a.dense_width
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (a.vocab_size, a.hidden_size),
         "lm_head": (a.vocab_size, a.hidden_size),
@@ -215,12 +232,13 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
         "k_proj": (group, a.hidden_size),
         "v_proj": (group, a.hidden_size),
         "o_proj": (a.hidden_size, query),
-        "gate_proj": (a.ffn_hidden_size, a.hidden_size),
-        "up_proj": (a.ffn_hidden_size, a.hidden_size),
-        "down_proj": (a.hidden_size, a.ffn_hidden_size),
+        "gate_proj": (ffn, a.hidden_size),
+        "up_proj": (ffn, a.hidden_size),
+        "down_proj": (a.hidden_size, ffn),
         "gate": (a.experts.number if a.experts else 0, a.hidden_size),
         "router": (a.experts.number if a.experts else 0, a.hidden_size),
         "sinks": (a.num_attention_heads,),
+        "shared_expert_gate": (1, a.hidden_size),
         "q_norm": (a.head_dim,),
         "k_norm": (a.head_dim,),
     }
@@ -237,6 +255,8 @@ def _delta_net_shape(kind: str, architecture: Architecture) -> tuple[int, ...]:
         "in_proj_z": (values, hidden),
         "in_proj_b": (heads, hidden),
         "in_proj_a": (heads, hidden),
+        "in_proj_qkvz": (channels + values, hidden),
+        "in_proj_ba": (2 * heads, hidden),
         "conv1d": (channels, 1, net.conv_width),
         "dt_bias": (heads,),
         "A_log": (heads,),

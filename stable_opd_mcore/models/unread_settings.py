@@ -40,5 +40,6 @@ def unread_keys(fields: Mapping[str, Any]) -> list[str]:
     family = FAMILIES[fields["model_type"]]
     known = {*_READ, *_WITHOUT_EFFECT, *family.supported, family.expert_width}
     known |= _READ_OF_DELTA_NETS if family.delta_nets else set()
+    known |= {"shared_expert_intermediate_size"} if family.shared_expert else set()
     settings = decoder_settings(fields)
     return sorted(key for key, value in settings.items() if value and key not in known)

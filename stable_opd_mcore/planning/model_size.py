@@ -87,12 +87,15 @@ class ModelSize:
         return model.hidden_size * (net.channels + 2 * net.values) // self.layout.tensor
 
     def _rest_parameters(self) -> int:
-        """Parameters of one decoder layer's norms and SwiGLU or router, without experts."""
-        model, t = self.architecture, self.layout.tensor
-        hidden = model.hidden_size
-        if model.experts is not None:
-            return model.experts.number * (hidden + model.family.biases) + 2 * hidden
-        return 3 * model.ffn_hidden_size // t * hidden + 2 * hidden
+        """Parameters of one layer's norms, SwiGLU or shared expert, and router, without experts."""
+        model = self.architecture
+        biases = model.router_rows * model.family.biases
+        return self._dense_mlp_parameters() + (model.router_rows + 2) * model.hidden_size + biases
+
+    def _dense_mlp_parameters(self) -> int:
+        """Parameters of one layer's MLP that every token passes, a shared expert's included."""
+        model = self.architecture
+        return 3 * model.dense_width // self.layout.tensor * model.hidden_size
 
     def expert_parameters(self) -> int:
         """Parameters of this rank's experts in a stage's layers; 0 in a dense model."""
@@ -109,7 +112,7 @@ class ModelSize:
         """Parameters of the low-rank factors in one stage's layers, without those of experts."""
         model, net, t = self.architecture, self.architecture.delta_net, self.layout.tensor
         hidden, delta_layers = model.hidden_size, self.delta_layers(stage)
-        if model.family.stacked_experts:
+        if model.family.stacked_experts or model.family.shared_expert:
             raise UserError(
                 f"student.lora with a {model.model_type} model: its experts have no factors yet; "
                 "set student.lora=null, or take another student"
@@ -144,10 +147,8 @@ class ModelSize:
         delta_layers = self.delta_layers(stage)
         mixers = (self.layers_per_stage - delta_layers) * model.hidden_size * heads
         mixers += delta_layers * self._delta_net_matrices()
-        if model.experts is not None:
-            return mixers + self.expert_parameters()
-        mlp = 3 * model.ffn_hidden_size // layout.tensor * model.hidden_size
-        return mixers + mlp * self.layers_per_stage
+        mlps = self.layers_per_stage * self._dense_mlp_parameters()
+        return mixers + mlps + self.expert_parameters()
 
     def stage_parameters(self, stage: int) -> int:
         """Parameters of one pipeline stage: 0 has the embedding, the last norm and head."""
@@ -233,16 +234,17 @@ class ModelSize:
     def mlp_bytes(self) -> float:
         """Saved by one layer's MLP, or by its router and this rank's experts."""
         model = self.architecture
-        width = 3 * model.ffn_hidden_size  # gate and up, and their product
-        if model.family.glu_limit is not None:  # no kernel of its own: every step is kept
-            width += 5 * model.ffn_hidden_size
-        experts = model.experts
-        if experts is None:
-            return self.element * width / self.layout.tensor
-        kept = width + 2 * model.hidden_size  # input and output of the experts
+        # Gate and up, and their product; where it has no kernel of its own, every step is kept
+        widths = 3 if model.family.glu_limit is None else 8
+        dense = self.element * widths * model.dense_width / self.layout.tensor
+        if model.experts is None:
+            return dense
+        # Input and output of the experts
+        kept = widths * model.ffn_hidden_size + 2 * model.hidden_size
         # fp32: logits and probabilities of the router
-        router = 2 * 4 * experts.number / self.norm_ranks
-        return self.element * self.expert_copies() * kept + router
+        router = 2 * 4 * model.experts.number / self.norm_ranks
+        shared = dense + self.element * self._shared_output()
+        return self.element * self.expert_copies() * kept + router + shared
 
     def expert_copies(self) -> float:
         """Tokens at this rank's experts, per token of a micro-batch; 0 in a dense model."""
@@ -278,14 +280,13 @@ class ModelSize:
         # The embeddings, which stay to the end, the layer's input, the attention's output
         streams = 3 * self.local_hidden
         if self.architecture.experts is not None:
-            outputs = self.expert_copies() * self.architecture.hidden_size
-            return self.element * tokens * (streams + self._dispatched() + outputs)
+            outputs = self.expert_copies() * self.architecture.hidden_size + self._shared_output()
+            moments = self._dispatched() + outputs, self._mixed()
+            return self.element * tokens * (streams + max(moments))
         ffn = self.architecture.ffn_hidden_size / self.layout.tensor
         # The sum is largest at one of these moments: gate and up; then their product as well; or in
         # a gated delta net q, k, v and z, what is convolved, and the outputs.
-        net = self.architecture.delta_net
-        mixed = 0 if net is None else (2 * net.channels + 2 * net.values) / self.layout.tensor
-        moments = 2 * ffn + self._gathered(), 3 * ffn, mixed
+        moments = 2 * ffn + self._gathered(), 3 * ffn, self._mixed()
         return self.element * tokens * (streams + max(moments))
 
     def backward_bytes(self, recompute: str, tokens: float) -> float:
@@ -304,10 +305,21 @@ class ModelSize:
         if self.architecture.experts is not None:
             # In the layer's own forward pass, when the experts' outputs are put in order: the saved
             # inputs of the experts, what was sent, received and computed, and the residual.
-            return tokens * (held + self.element * (self._dispatched() + self.local_hidden))
+            outputs = self.local_hidden + self._shared_output()
+            return tokens * (held + self.element * (self._dispatched() + outputs))
         ffn = self.architecture.ffn_hidden_size / self.layout.tensor
         # The product's gradient is read, those of gate and up are written; the product is freed.
         return tokens * (held + self.element * max(ffn + self._gathered(), 2 * ffn))
+
+    def _mixed(self) -> float:
+        """Elements per token of a gated delta net: q, k, v and z, what is convolved, outputs."""
+        net = self.architecture.delta_net
+        return 0 if net is None else (2 * net.channels + 2 * net.values) / self.layout.tensor
+
+    def _shared_output(self) -> float:
+        """Elements per token of a shared expert's output; 0 without one."""
+        has_one = self.architecture.experts is not None and self.architecture.dense_width
+        return self.local_hidden if has_one else 0.0
 
     def _dispatched(self) -> float:
         """Elements per token of an experts' layer: copies sent, received, computed and in order."""

@@ -64,7 +64,8 @@ def launch_command(options: ServerOptions, port: int, owner_pid: int) -> list[st
         "--skip-server-warmup",
     ]
     if options.dummy_weights:
-        command += ["--load-format", "dummy"]
+        # Published tensors keep their names: SGLang would put a shared expert among the others.
+        command += ["--load-format", "dummy", "--disable-shared-experts-fusion"]
     if options.device == "cpu":
         # without --sleep-on-idle an idle scheduler keeps a core busy
         command += ["--attention-backend", "torch_native", "--sleep-on-idle"]

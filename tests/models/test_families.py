@@ -94,6 +94,10 @@ def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
         else:
             with pytest.raises(ValueError, match=f"{key}={usual} is not supported"):
                 read_architecture(fields)
+    fields = tiny.config(model_type)
+    fields.get("text_config", fields).pop("norm_topk_prob", None)
+    if (experts := read_architecture(fields).experts) is not None:
+        assert experts.normalised == getattr(defaults, "norm_topk_prob", True)
 
 
 @pytest.mark.parametrize(
@@ -122,17 +126,19 @@ def test_bad_values_of_sliding_windows_and_biased_experts_are_refused(changes, m
         ({"layer_types": ["full_attention"]}, r"layer_types has 1 layers.* expected 4"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types=.* is not supported"),
         ({"linear_num_value_heads": 3}, "linear_num_value_heads=3 is not a multiple of"),
-        ({"linear_num_key_heads": None}, "no linear_num_key_heads, which a qwen3_5 config needs"),
-        ({"attn_output_gate": False}, "attn_output_gate=False is not supported for qwen3_5"),
+        ({"linear_num_key_heads": None}, "no linear_num_key_heads, which a qwen3_5_moe config"),
+        ({"attn_output_gate": False}, "attn_output_gate=False is not supported for qwen3_5_moe"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported for qwen3_5_moe"),
+        ({"shared_expert_intermediate_size": None}, "no shared_expert_intermediate_size, which a"),
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}},
             "partial_rotary_factor=0.2 of head_dim=16 rotates 3 elements",
         ),
     ],
 )
-def test_bad_values_of_gated_delta_nets_are_refused(changes: dict, message: str) -> None:
+def test_bad_values_of_hybrids_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_architecture(tiny.config("qwen3_5", **changes))
+        read_architecture(tiny.config("qwen3_5_moe", **changes))
 
 
 def test_a_config_without_its_nested_one_is_refused() -> None:

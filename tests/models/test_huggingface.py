@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -45,6 +46,7 @@ MODELS = {model_type: tiny.config(model_type) for model_type in FAMILIES} | {
     "qwen2 tied": tiny.config("qwen2", tie_word_embeddings=True),
     "qwen3 tied": tiny.config("qwen3", tie_word_embeddings=True),
     "qwen3_moe not normalised": tiny.config("qwen3_moe", norm_topk_prob=False),
+    "qwen3_5_moe stacked": tiny.config("qwen3_5_moe"),
     "llama": tiny.config("llama", num_key_value_heads=4),
     "llama 3.1": tiny.config("llama", rope_parameters=LLAMA3),
     "qwen3 yarn": tiny.config("qwen3", rope_parameters=YARN),
@@ -55,7 +57,9 @@ MODELS = {model_type: tiny.config(model_type) for model_type in FAMILIES} | {
 }
 
 
-def _save_transformers_model(fields: dict, directory: Path):
+def _save_transformers_model(fields: dict, directory: Path, *, stacked: bool = False):
+    """stacked: as published, where experts are stacked as in memory, and multi-token prediction has
+    tensors that transformers ignores."""
     torch.manual_seed(1)
     kind = AutoConfig.for_model(**fields)
     auto = AutoModelForImageTextToText if "vision_config" in fields else AutoModelForCausalLM
@@ -68,6 +72,11 @@ def _save_transformers_model(fields: dict, directory: Path):
             if fields["model_type"] == "gpt_oss" and name.endswith("gate_up_proj"):
                 weight.mul_(20)  # many gates and ups are clamped
     model.save_pretrained(directory, max_shard_size="40KB")
+    if stacked:
+        for file in directory.glob("model*"):
+            file.unlink()
+        mtp = {"mtp.layers.0.mlp.experts.gate_up_proj": torch.randn(2, 6, 4).bfloat16()}
+        save_torch_state_dict(model.state_dict() | mtp, directory, max_shard_size="40KB")
     return model
 
 
@@ -75,7 +84,8 @@ def _save_transformers_model(fields: dict, directory: Path):
 def test_logits_and_exported_weights_equal_transformers(
     name: str, world: World, tmp_path: Path
 ) -> None:
-    transformers_model = _save_transformers_model(MODELS[name], tmp_path / "in")
+    stacked = name.endswith("stacked")
+    transformers_model = _save_transformers_model(MODELS[name], tmp_path / "in", stacked=stacked)
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 1
     chunks = build_model(read_architecture(tmp_path / "in"), world, seed=None)
     load_hf(chunks, tmp_path / "in")

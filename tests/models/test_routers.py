@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.routers import Routers, load_metrics
@@ -16,7 +17,9 @@ from stable_opd_mcore.records import MicroBatch
 from tests.models import tiny
 
 EXPERTS, CHOSEN, LAYERS = 8, 2, 4
-ARCHITECTURE = tiny.architecture("qwen3_moe", num_experts_per_tok=CHOSEN)
+ARCHITECTURE, HYBRID = (
+    tiny.architecture(family, num_experts_per_tok=CHOSEN) for family in ("qwen3_moe", "qwen3_next")
+)
 
 
 def other_choices(num_tokens: int, seed: int) -> Tensor:
@@ -59,9 +62,11 @@ def seen_by_routers(chunk, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     return loss, torch.stack(chosen)
 
 
-def defined(world: World, batches: list[MicroBatch]) -> tuple[dict[str, Tensor], Tensor]:
+def defined(
+    world: World, batches: list[MicroBatch], architecture: Architecture
+) -> tuple[dict[str, Tensor], Tensor]:
     """The gradients of the main loss, and the loads [L, E]."""
-    (chunk,) = build_model(ARCHITECTURE, world)
+    (chunk,) = build_model(architecture, world)
     routers, chosen = Routers([chunk]), []
     for batch in batches:
         with routers.applying(batch, trains=False):
@@ -72,12 +77,20 @@ def defined(world: World, batches: list[MicroBatch]) -> tuple[dict[str, Tensor],
 
 
 @pytest.mark.parametrize(
-    ("recompute", "replayed"), [("none", False), ("selective", True), ("full", True)]
+    ("recompute", "replayed", "architecture"),
+    [
+        ("none", False, ARCHITECTURE),
+        ("selective", True, HYBRID),
+        ("full", True, ARCHITECTURE),
+        ("full", True, HYBRID),
+    ],
 )
-def test_loads_and_gradients_are_those_of_the_definition(world, recompute, replayed) -> None:
+def test_loads_and_gradients_are_those_of_the_definition(
+    world, recompute, replayed, architecture
+) -> None:
     batches = minibatch(replayed)
-    expected_gradients, counts_YE = defined(world, batches)
-    (chunk,) = build_model(ARCHITECTURE, world, recompute=recompute)
+    expected_gradients, counts_YE = defined(world, batches, architecture)
+    (chunk,) = build_model(architecture, world, recompute=recompute)
     routers = Routers([chunk])
     losses = []
     for batch in batches:  # forward of all, then backward of all, as in a pipeline

@@ -17,11 +17,10 @@ EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 20,  # an expert is not cut, so no multiple of any tensor size
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
 }
-DELTA_NETS = {  # Qwen3.5: three layers of four
+ALL_LAYERS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+SHARED = {"shared_expert_intermediate_size": 28}
+DELTA_NETS = {  # three layers of four
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -61,6 +60,14 @@ VISION = {
     "out_hidden_size": 32,
     "patch_size": 2,
 }
+OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": EXPERTS | ALL_LAYERS,
+    "qwen3_5_text": DELTA_NETS,
+    "qwen3_5_moe_text": DELTA_NETS | EXPERTS | SHARED,
+    "gpt_oss": GPT_OSS,
+    "qwen3_next": DELTA_NETS | EXPERTS | ALL_LAYERS | SHARED,
+}
 VOCAB_SIZE = 53  # no multiple of any tensor size: the vocabulary is padded
 
 
@@ -71,8 +78,8 @@ def tolerance(architecture: Architecture) -> float:
 
 def config(model_type: str, **changes: Any) -> dict[str, Any]:
     """The fields of a config.json with four layers; `changes` of its decoder."""
-    if model_type == "qwen3_5":
-        text = config("qwen3_5_text", **changes)
+    if model_type in ("qwen3_5", "qwen3_5_moe"):
+        text = config(f"{model_type}_text", **changes)
         return {
             "model_type": model_type,
             "text_config": text,
@@ -94,10 +101,7 @@ def config(model_type: str, **changes: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "initializer_range": 0.1,
         "hidden_act": "silu",
-        **({"sliding_window": None} if model_type == "mistral" else {}),
-        **(EXPERTS if model_type == "qwen3_moe" else {}),
-        **(DELTA_NETS if model_type == "qwen3_5_text" else {}),
-        **(GPT_OSS if model_type == "gpt_oss" else {}),
+        **OF_FAMILIES.get(model_type, {}),
     } | changes
 
 
@@ -114,7 +118,9 @@ def transformer(fields: dict[str, Any], seed: int) -> PreTrainedModel:
 def file_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor as files hold it; see `iter_hf_tensors`."""
     architecture = architecture_of(chunks)
-    return stacked(iter_hf_tensors(chunks), architecture, file_shapes(architecture))
+    is_stacked = architecture.family.stacked_experts
+    shapes = file_shapes(architecture, is_stacked)
+    return stacked(iter_hf_tensors(chunks), architecture, shapes, is_stacked)
 
 
 def microbatch(lengths: list[int], seed: int = 0) -> MicroBatch:

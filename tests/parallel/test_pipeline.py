@@ -37,14 +37,14 @@ from tests.parallel.launch import run_ranks
 pytestmark = pytest.mark.slow
 
 TIED, QWEN3, MOE, DELTA = "qwen2 tied", "qwen3", "qwen3_moe", "qwen3_5"
-SINKS = "gpt_oss"
+SINKS, NEXT, DELTA_MOE = "gpt_oss", "qwen3_next", "qwen3_5_moe"
 LAYOUTS = {  # settings, and the models that have something of their own there
     "TP2": ({"tensor": 2}, (QWEN3, DELTA)),
-    "TP2xPP2+SP": ({"tensor": 2, "pipeline": 2, "sequence": True}, (TIED, QWEN3, MOE, DELTA)),
+    "TP2xPP2+SP": ({"tensor": 2, "pipeline": 2, "sequence": True}, (TIED, QWEN3, MOE, DELTA, NEXT)),
     "PP2xVPP2": ({"pipeline": 2, "virtual_pipeline": 2}, (TIED, MOE, DELTA, SINKS)),
     "DP4": ({}, (TIED,)),
-    "EP2xPP2": ({"expert": 2, "pipeline": 2}, (MOE, SINKS)),
-    "EP4xTP2+SP": ({"expert": 4, "tensor": 2, "sequence": True}, (MOE, SINKS)),
+    "EP2xPP2": ({"expert": 2, "pipeline": 2}, (MOE, SINKS, DELTA_MOE)),
+    "EP4xTP2+SP": ({"expert": 4, "tensor": 2, "sequence": True}, (MOE, SINKS, NEXT)),
 }
 MODELS = {
     TIED: tiny.architecture("qwen2", tie_word_embeddings=True),
@@ -52,6 +52,8 @@ MODELS = {
     MOE: tiny.architecture("qwen3_moe"),
     DELTA: tiny.architecture("qwen3_5"),
     SINKS: tiny.architecture("gpt_oss"),
+    NEXT: tiny.architecture("qwen3_next"),
+    DELTA_MOE: tiny.architecture("qwen3_5_moe"),
 }
 LENGTHS = [[5, 9, 2], [7, 1, 3, 3], [13, 5], [3, 3, 3, 3], [11, 1], [9, 9], [15, 1], [2, 7, 5]]
 

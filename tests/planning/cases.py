@@ -71,6 +71,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4,
         "sliding_window": 128,
     },
+    "qwen3_next": {  # Qwen3-Next-80B-A3B's and Qwen3.5-35B-A3B's, with a quarter of the experts
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 128,
+        "num_experts_per_tok": 10,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
     "llama": {
         "hidden_size": 2048,
         "num_attention_heads": 32,
@@ -84,7 +99,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 def layers_of(family: str, layers: int = 4, **fields: Any) -> Architecture:
     """A model of this family's shapes; experts have Qwen3's."""
     fields = {"vocab_size": 152065, "max_position_embeddings": TOKENS, "rope_theta": 1e4} | fields
-    shapes = SHAPES.get(family, SHAPES["qwen3"])
+    is_mixed = family in ("qwen3_next", "qwen3_5_moe_text")
+    shapes = SHAPES["qwen3_next"] if is_mixed else SHAPES.get(family, SHAPES["qwen3"])
     return read_architecture(
         {"model_type": family, "num_hidden_layers": layers, **shapes, **fields}
     )

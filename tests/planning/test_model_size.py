@@ -40,6 +40,9 @@ LAYOUTS = [  # family, tensor, pipeline, context, sequence, precision, recompute
     ("qwen3_5_text", 4, 1, 1, True, "bf16", "selective"),
     ("qwen3_5_text", 2, 2, 1, True, "bf16", "none"),
     ("qwen3_5_text", 1, 4, 1, False, "fp32", "full"),
+    ("qwen3_next", 2, 1, 1, True, "bf16", "selective"),
+    ("qwen3_next", 2, 2, 1, True, "bf16", "none"),
+    ("qwen3_5_moe_text", 1, 2, 1, False, "bf16", "none"),
 ]
 
 
@@ -112,7 +115,7 @@ def cut_model(family: str, expert: int) -> tuple[Architecture, ParallelConfig]:
 
 
 @pytest.mark.parametrize(
-    ("family", "expert"), [("qwen2", 1), ("qwen3_moe", 2), ("qwen3_5_text", 1)]
+    ("family", "expert"), [("qwen2", 1), ("qwen3_moe", 2), ("qwen3_5_text", 1), ("qwen3_next", 2)]
 )
 def test_matrices_in_fp8_are_those_that_the_built_model_rounds(family, expert):
     architecture, parallel = cut_model(family, expert)

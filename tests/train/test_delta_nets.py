@@ -29,8 +29,19 @@ LAYOUTS = {
     "tp2_pp2": {"tensor": 2, "pipeline": 2},
     "dp4": {},
 }
-HYBRID = tiny.config("qwen3_5", vocab_size=27, num_attention_heads=2, rms_norm_eps=1e-5)
-KEYS = ("loss/total", "loss/pg", "grad_norm")
+OF_EXPERTS = {
+    "ep4_tp2": {"expert": 4, "tensor": 2, "sequence": True},
+    "ep2_pp2": {"expert": 2, "pipeline": 2},
+    "ep2": {"expert": 2},
+}
+SIZES: dict[str, Any] = {"vocab_size": 27, "num_attention_heads": 2, "rms_norm_eps": 1e-5}
+HYBRID = tiny.config("qwen3_5", **SIZES)
+RUNS = {  # name -> layouts and student
+    "dense": (LAYOUTS, HYBRID),
+    "experts": (OF_EXPERTS, tiny.config("qwen3_next", **SIZES)),
+}
+KEYS = {"dense": ("loss/total", "loss/pg", "grad_norm")}
+KEYS["experts"] = (*KEYS["dense"], "moe/load_max_over_mean", "moe/unused_experts")
 
 
 def config_of(directory: Path, name: str, steps: int, **sections: Any) -> Config:
@@ -38,16 +49,21 @@ def config_of(directory: Path, name: str, steps: int, **sections: Any) -> Config
         "student": {"architecture": HYBRID},
         "teacher": {"architecture": tiny_architecture(24, 4)},
     }
-    return short_config(directory, name, steps, **models, **sections)
+    return short_config(directory, name, steps, **models | sections)
 
 
 def on_one_rank(rank: int, world_size: int, directory: str) -> None:
-    train(config_of(Path(directory), "one_rank", len(LAYOUTS)), show_progress=False)
+    for name, (layouts, student) in RUNS.items():
+        models = {"student": {"architecture": student}}
+        config = config_of(Path(directory), f"{name}_one_rank", len(layouts), **models)
+        train(config, show_progress=False)
 
 
 def on_every_layout(rank: int, world_size: int, directory: str) -> None:
     path = Path(directory)
-    train_through(LAYOUTS, config_of, path, "resumed")
+    for name, (layouts, student) in RUNS.items():
+        models = {"student": {"architecture": student}}
+        train_through(layouts, config_of, path, name, **models)
     bf16: dict[str, Any] = {"parallel": LAYOUTS["tp2_pp2"], "train": {"precision": "bf16"}}
     train(config_of(path, "bf16", 3, **bf16), show_progress=False)
     for steps in (2, 3):
@@ -62,10 +78,11 @@ def runs(tmp_path_factory) -> Path:
     return directory
 
 
-def test_losses_and_gradients_are_those_of_one_rank(runs):
-    found, expected = metrics_of(runs / "resumed"), metrics_of(runs / "one_rank")
-    assert len(found) == len(expected) == len(LAYOUTS)
-    for key in KEYS:
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_and_gradients_are_those_of_one_rank(runs, name):
+    found, expected = metrics_of(runs / name), metrics_of(runs / f"{name}_one_rank")
+    assert len(found) == len(expected) == len(RUNS[name][0])
+    for key in KEYS[name]:
         wanted = [row[key] for row in expected]
         assert [row[key] for row in found] == pytest.approx(wanted, rel=1e-3, abs=1e-6), key
 

@@ -1,8 +1,8 @@
 """The checksums that a server must report after a sync, computed from the trainer's tensors.
 
 SGLang's /weights_checker gives one 64-bit hash per parameter and tensor rank, of the bytes as its
-layers hold them: q, k and v fused, gate and up fused, the four input projections of a gated delta
-net fused to two, the experts of a layer stacked, cut by rows or columns, the vocabulary padded.
+layers hold them: q, k and v fused, gate and up fused, four input projections of a gated delta net
+fused to two, the experts of a layer stacked, cut by rows or columns, the vocabulary padded.
 `ExpectedChecksums` lays out the trainer's Hugging Face tensors in the same way, one at a time, and
 hashes the pieces. Equal hashes mean equal bits. Unquantised weights only.
 """
@@ -37,6 +37,8 @@ _ROWS = (
     "in_proj_z",
     "in_proj_b",
     "in_proj_a",
+    "in_proj_qkvz.weight",
+    "in_proj_ba.weight",
     "linear_attn.A_log",
     "linear_attn.dt_bias",
 )

@@ -107,12 +107,14 @@ def test_experts_are_stacked_padded_and_cut_within_each():
     }
 
 
-def test_projections_of_a_gated_delta_net_are_fused_and_each_part_is_cut_by_itself():
-    fields = tiny.architecture("qwen3_5")
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_projections_of_a_gated_delta_net_are_fused_and_each_part_is_cut_by_itself(family):
+    """Qwen3-Next's files have them fused, by key heads, as its servers do."""
+    fields = tiny.architecture(family)
     net = fields.delta_net
     assert net is not None
     expected = ExpectedChecksums(fields, 2, on_gpu=False)
-    layer = "model.language_model.layers.0.linear_attn."
+    layer = f"{fields.family.prefix}layers.0.linear_attn."
     full = {
         name: torch.randn(shape)
         for name, shape in hf_shapes(fields).items()
@@ -128,11 +130,14 @@ def test_projections_of_a_gated_delta_net_are_fused_and_each_part_is_cut_by_itse
             return torch.cat([part.chunk(2)[rank] for part in parts])
 
         of_qkv = (net.keys, net.keys, net.values)
+        if family == "qwen3_5":
+            of_qkvz = half("in_proj_qkv.weight", *of_qkv), half("in_proj_z.weight")
+            of_ba = half("in_proj_b.weight"), half("in_proj_a.weight")
+        else:
+            of_qkvz, of_ba = [half("in_proj_qkvz.weight")], [half("in_proj_ba.weight")]
         wanted = {
-            "in_proj_qkvz.weight": torch.cat(
-                (half("in_proj_qkv.weight", *of_qkv), half("in_proj_z.weight"))
-            ),
-            "in_proj_ba.weight": torch.cat((half("in_proj_b.weight"), half("in_proj_a.weight"))),
+            "in_proj_qkvz.weight": torch.cat(of_qkvz),
+            "in_proj_ba.weight": torch.cat(of_ba),
             "conv1d.weight": half("conv1d.weight", *of_qkv),
             "A_log": half("A_log"),
             "dt_bias": half("dt_bias"),
