@@ -14,7 +14,8 @@ from torch import Tensor
 
 from stable_opd_mcore.config.training import Fp8, Recompute
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import Architecture, Family
+from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.family import Family
 from stable_opd_mcore.models.fp8 import (
     MULTIPLE,
     megatron_settings,

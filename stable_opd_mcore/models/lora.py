@@ -41,6 +41,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import FactorList, HiddenStatesGPTModel, unwrap
+from stable_opd_mcore.models.tensor_cuts import join_rows, pieces
 from stable_opd_mcore.models.weights import (
     Exchange,
     architecture_of,
@@ -78,7 +79,7 @@ class Factors(Module):
         # rollout/inference.py switches it off while it samples.
         self.sequence_parallel = self.num_parts > 1 and model.config.sequence_parallel
         like = {"dtype": weight.dtype, "device": weight.device}
-        self.pieces = tensors.pieces(entry, model.architecture)
+        self.pieces = pieces(entry, model.architecture)
         parts_of_a, parts_of_b = (self.num_parts, 1) if self.cuts_columns else (1, self.num_parts)
         self.A, self.B = ParameterList(), ParameterList()
         for name in entry.hf_names:
@@ -123,26 +124,24 @@ class Factors(Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """What this rank adds to the layer's output; `hidden` is what the layer multiplies."""
-        low = F.linear(hidden, torch.cat(list(self.A))) * self.scale
+        low = self._of_all_ranks(F.linear(hidden, torch.cat(list(self.A))) * self.scale)
         if self.cuts_columns:
-            return F.linear(self._summed(low), self.B[0])
-        low_of_each = self._gathered(low).split(self.rank, dim=-1)
+            return F.linear(low, self.B[0])
+        low_of_each = low.split(self.rank, dim=-1)
         outputs = [F.linear(own, b_OR) for own, b_OR in self._by_piece(low_of_each)]
         return self._joined(outputs, dim=-1)
 
-    def _gathered(self, low: Tensor) -> Tensor:
+    def _of_all_ranks(self, low: Tensor) -> Tensor:
+        """[T, R] summed over tensor ranks that have columns of W, gathered from others."""
         if self.num_parts == 1:
             return low
+        if self.cuts_columns and self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+        if self.cuts_columns:
+            return reduce_from_tensor_model_parallel_region(low, group=self.group)
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low, group=self.group)
         return copy_to_tensor_model_parallel_region(low, group=self.group)
-
-    def _summed(self, low: Tensor) -> Tensor:
-        if self.num_parts == 1:
-            return low
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(low, group=self.group)
-        return reduce_from_tensor_model_parallel_region(low, group=self.group)
 
     def added_to(self, weight: Tensor) -> Tensor:
         """This rank's shard of the merged matrices, summed in fp32. No communication."""
@@ -151,7 +150,7 @@ class Factors(Module):
         return self._joined(products, dim=0).add_(weight).to(weight.dtype)
 
     def _joined(self, rows: Sequence[Tensor], dim: int) -> Tensor:
-        return tensors.join_rows(rows, self.entry.layout, self._architecture, self.num_parts, dim)
+        return join_rows(rows, self.entry.layout, self._architecture, self.num_parts, dim)
 
 
 def _add(each: Sequence[Factors], linear: Module, inputs: Any, output: Any) -> Any:

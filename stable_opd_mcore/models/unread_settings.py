@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stable_opd_mcore.models.config_fields import decoder_settings
-from stable_opd_mcore.models.families import FAMILIES
+from stable_opd_mcore.models.family import FAMILIES
 
 # Keys that models/families.py reads, in addition to those of each family.
 _READ = {

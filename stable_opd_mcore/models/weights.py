@@ -20,6 +20,7 @@ from stable_opd_mcore.errors import NotFiniteError
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
+from stable_opd_mcore.models.tensor_cuts import join_parts, own_parts, unshard
 from stable_opd_mcore.models.tensors import Parameter
 from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 
@@ -88,7 +89,7 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
         merged = weight if own is None or not own.is_on else own.added_to(weight)
         is_cut = entry.layout != "whole" and not entry.is_expert
         shards = shards_of(merged, models[0].pg_collection.tp) if is_cut else [merged]
-        return tensors.unshard(shards, entry, architecture)
+        return unshard(shards, entry, architecture)
 
     exchange = Exchange(chunks, list(local))
     for entry in tensors.canonical_parameters(architecture):
@@ -176,10 +177,8 @@ def fill_weights(
     architecture = architecture_of(chunks)
     rank, size = group.rank(), group.size()
     for _, weight, entry in described_parameters(chunks):
-        parts = [
-            source(name, part) for name, part in tensors.own_parts(entry, architecture, rank, size)
-        ]
-        weight.copy_(tensors.join_parts(parts, entry.layout, architecture, size))
+        parts = [source(name, part) for name, part in own_parts(entry, architecture, rank, size)]
+        weight.copy_(join_parts(parts, entry.layout, architecture, size))
 
 
 def weights_hash(chunks: Sequence[Module]) -> str:

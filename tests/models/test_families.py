@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from stable_opd_mcore.models.families import FAMILIES, read_architecture
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.family import FAMILIES
 from stable_opd_mcore.models.unread_settings import unread_keys
 from tests.models import tiny
 

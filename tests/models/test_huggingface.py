@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import FAMILIES, read_architecture
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.family import FAMILIES
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.huggingface import export_hf, load_hf

@@ -16,10 +16,12 @@ from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import lora, tensors
-from stable_opd_mcore.models.families import FAMILIES, Architecture
+from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.family import FAMILIES
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.lora import adapt, base_only, factors_of, fill_factors, merge
+from stable_opd_mcore.models.tensor_cuts import unshard
 from stable_opd_mcore.models.weights import described_parameters, fill_weights, iter_hf_tensors
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
@@ -86,7 +88,7 @@ def hf_gradients(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
         grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         yield from zip(
             entry.hf_names,
-            tensors.unshard([grad], entry, chunks[0].architecture),
+            unshard([grad], entry, chunks[0].architecture),
             strict=True,
         )
 

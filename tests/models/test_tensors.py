@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from stable_opd_mcore.models import tensors
-from stable_opd_mcore.models.families import FAMILIES
+from stable_opd_mcore.models import tensor_cuts, tensors
+from stable_opd_mcore.models.family import FAMILIES
 from tests.models import tiny
 
 
 def _shard(full, entry, architecture, rank, size):
     by_name = dict(zip(entry.hf_names, full, strict=True))
-    own = tensors.own_parts(entry, architecture, rank, size)
+    own = tensor_cuts.own_parts(entry, architecture, rank, size)
     parts = [by_name[name][part] for name, part in own]
-    return tensors.join_parts(parts, entry.layout, architecture, size)
+    return tensor_cuts.join_parts(parts, entry.layout, architecture, size)
 
 
 def test_the_last_of_many_ranks_holds_only_padding() -> None:
@@ -32,6 +32,6 @@ def test_unshard_inverts_the_cut(model_type: str, size: int) -> None:
     for entry in tensors.canonical_parameters(architecture):
         full = [torch.randn(tensors.hf_shape(name, architecture)) for name in entry.hf_names]
         shards = [_shard(full, entry, architecture, rank, size) for rank in range(size)]
-        joined = tensors.unshard(shards, entry, architecture)
+        joined = tensor_cuts.unshard(shards, entry, architecture)
         for name, before, after in zip(entry.hf_names, full, joined, strict=True):
             assert torch.equal(before, after), name

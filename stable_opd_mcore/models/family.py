@@ -1,0 +1,131 @@
+"""The model families that can be built.
+
+A new decoder family is an entry of FAMILIES, and of tensors.py if its tensors have other names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between model types; all have pre-RMSNorm, SwiGLU and RoPE."""
+
+    sglang_class: str  # SGLang's name of the decoder's class, for config.json's "architectures"
+    qkv_bias: bool
+    qk_norm: bool
+    supported: Mapping[str, Any]  # key of config.json -> its only implemented value
+    # What a missing key of `supported` means, where that is not the implemented value
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    expert_width: str | None = None  # the key of the experts' width; None: one dense MLP a layer
+    shared_expert: bool = False  # each layer also has an expert for every token, times a gate
+    normalised: bool = False  # Experts.normalised, if config.json says nothing
+    nested: bool = False  # settings in text_config, tensors in model.language_model
+    # RMSNorm multiplies by 1 + weight, except inside a gated delta net
+    zero_centred_norms: bool = False
+    gated_attention: bool = False  # q_proj also gives a gate for each query head's output
+    rotary_share: float = 1.0  # rotated share of a head's elements, if config.json gives none
+    delta_nets: bool = False  # layers of type linear_attention have a gated delta net instead
+    sliding_windows: bool = False  # layers of type sliding_attention read only the last tokens
+    sinks: bool = False  # a learned logit of each head takes part in the attention's softmax
+    biases: bool = False  # the attention's output, the router and the experts have biases
+    # Gate and up are clamped to it; an expert's product is gate · sigmoid(1.702 gate) · (up + 1)
+    glu_limit: float | None = None
+    # One tensor holds a matrix of all experts of a layer, transposed, gate and up interleaved
+    stacked_experts: bool = False
+    # Files hold the delta nets' q, k, v and z in one tensor, by key heads, and b and a in another
+    joined_delta_nets: bool = False
+    # Prefixes of the tensors of other parts of the model, which are not built but copied on export
+    carried: tuple[str, ...] = ()
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the decoder's tensors begin with."""
+        return "model.language_model." if self.nested else "model."
+
+
+_PLAIN = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "quantization_config": None,
+}
+_NO_ATTENTION_BIAS = {"attention_bias": False}
+_ALL_LAYERS_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_HYBRID: dict[str, Any] = {
+    "qkv_bias": False,
+    "qk_norm": True,
+    "zero_centred_norms": True,
+    "gated_attention": True,
+    "rotary_share": 0.25,
+    "delta_nets": True,
+}
+_QWEN3_5: dict[str, Any] = _HYBRID | {
+    "supported": _PLAIN | _NO_ATTENTION_BIAS | {"attn_output_gate": True, "output_gate_type": None},
+    "carried": ("model.visual.", "mtp."),
+}
+_GPT_OSS = {
+    "attention_bias": True,
+    "norm_topk_prob": True,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+_SHARED_EXPERT: dict[str, Any] = {
+    "expert_width": "moe_intermediate_size",
+    "shared_expert": True,
+    "normalised": True,
+}
+_QWEN3_5_MOE: dict[str, Any] = _QWEN3_5 | _SHARED_EXPERT
+_QWEN3_5_MOE["supported"] = _QWEN3_5["supported"] | {"norm_topk_prob": True}
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, supported=_PLAIN),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, supported=_PLAIN | _NO_ATTENTION_BIAS
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        qkv_bias=False,
+        qk_norm=True,
+        supported=_PLAIN | _NO_ATTENTION_BIAS | _ALL_LAYERS_SPARSE,
+        expert_width="moe_intermediate_size",
+    ),
+    "llama": Family(
+        "LlamaForCausalLM", qkv_bias=False, qk_norm=False, supported=_PLAIN | _NO_ATTENTION_BIAS
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        qkv_bias=False,
+        qk_norm=False,
+        supported=_PLAIN | {"sliding_window": None},
+        defaults={"sliding_window": 4096},
+    ),
+    # Qwen3.5, 3.6 and 3.8: as published, and as transformers saves the text model by itself
+    "qwen3_5": Family("Qwen3_5ForCausalLM", nested=True, **_QWEN3_5),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_QWEN3_5),
+    "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM", nested=True, **_QWEN3_5_MOE),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", **_QWEN3_5_MOE),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        supported=_PLAIN | _NO_ATTENTION_BIAS | _ALL_LAYERS_SPARSE,
+        joined_delta_nets=True,
+        carried=("mtp.",),
+        **_HYBRID,
+        **_SHARED_EXPERT,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        qkv_bias=True,
+        qk_norm=False,
+        supported=_PLAIN | _GPT_OSS,
+        expert_width="intermediate_size",
+        normalised=True,
+        sliding_windows=True,
+        sinks=True,
+        biases=True,
+        glu_limit=7.0,
+        stacked_experts=True,
+    ),
+}
