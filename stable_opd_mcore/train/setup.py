@@ -99,10 +99,11 @@ def build_run(
     is_served = served_teacher is not None
     if config.rollout.has_servers:
         say(f"waiting for {config.rollout.sglang.placement} SGLang servers")
+    reads_episodes = config.has_environment and objective.teacher_needs != "none"
     engine = build_engine(
         *(config, world, models.student, tokenizer, stop_requested, progress, memory),
         served_teacher,
-        None if objective.teacher_needs == "none" else teacher_template(config, tokenizer),
+        teacher_template(config, tokenizer) if reads_episodes else None,
     )
     return Run(
         config=config,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import bundle, suite
+from benchmarks.gpu import bundle
 from benchmarks.gpu.measured_step import TINY, flops_of, shape_config
 from benchmarks.gpu.one_step import StepRecord
 from benchmarks.gpu.parts import layers, loss, step
@@ -100,8 +100,8 @@ def test_json_and_table_name_every_part(results):
     assert any(line.startswith("| **hangs** | out of time | 10 s |") for line in table)
 
 
-def test_limits_of_all_parts_fit_the_budget():
-    assert sum(part.limit_seconds for part in PARTS) <= suite.BUDGET_SECONDS
+def test_limits_of_all_parts_fit_ten_minutes():
+    assert sum(part.limit_seconds for part in PARTS) <= 600
 
 
 def test_parts_need_no_pytest():
