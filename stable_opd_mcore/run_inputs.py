@@ -113,12 +113,22 @@ def load_teacher_prompt(
     teacher = config.teacher
     if teacher is None or teacher.prompt is None or objective.teacher_needs == "none":
         return None
-    own = teacher_template(config, tokenizer)
+    own = _teacher_template(config, tokenizer)
     assert own is not None
     return TeacherPrompt(teacher.prompt, own, config.data.system_prompt, _teacher_window(config))
 
 
-def teacher_template(config: Config, tokenizer: Tokenizer) -> Tokenizer | None:
+def episode_template(
+    config: Config, tokenizer: Tokenizer, objective: Objective
+) -> Tokenizer | None:
+    """The tokenizer with whose chat template the teacher reads episodes; None: it reads none, or
+    the student's template is used."""
+    if not config.has_environment or objective.teacher_needs == "none":
+        return None
+    return _teacher_template(config, tokenizer)
+
+
+def _teacher_template(config: Config, tokenizer: Tokenizer) -> Tokenizer | None:
     """The tokenizer whose chat template the teacher was trained on or gets; None: the student's."""
     own = load_teacher_tokenizer(config)
     if own is None and config.teacher is not None and config.teacher.prompt is not None:

@@ -21,6 +21,7 @@ from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
+    episode_template,
     load_held_out,
     load_prompts,
     load_tokenizer,
@@ -29,7 +30,6 @@ from stable_opd_mcore.run_inputs import (
     refuse_routing_without_experts,
     refuse_student_of_servers,
     teacher_stop_ids,
-    teacher_template,
 )
 from stable_opd_mcore.train.phases import device_memory
 from stable_opd_mcore.train.run import Run
@@ -99,11 +99,10 @@ def build_run(
     is_served = served_teacher is not None
     if config.rollout.has_servers:
         say(f"waiting for {config.rollout.sglang.placement} SGLang servers")
-    reads_episodes = config.has_environment and objective.teacher_needs != "none"
     engine = build_engine(
         *(config, world, models.student, tokenizer, stop_requested, progress, memory),
         served_teacher,
-        teacher_template(config, tokenizer) if reads_episodes else None,
+        episode_template(config, tokenizer, objective),
     )
     return Run(
         config=config,

@@ -30,11 +30,13 @@ def server_options(
     *,
     dummy_weights: bool = True,
 ) -> ServerOptions:
-    """The options of the run's server `number`.
+    """The options of one of the run's servers.
 
     Args:
-        model: a directory with its config.json.
-        dummy_weights: it serves the student, whose weights the run sends.
+        model: a directory with the config.json of what it serves.
+        number: which server it is, from 0; its port follows from it.
+        gpus, tensor: its GPUs on this machine, and its tensor ranks.
+        dummy_weights: whether it serves the student, whose weights the run sends.
     """
     sglang = config.rollout.sglang
     is_colocated = sglang.placement == "colocated"
