@@ -86,8 +86,8 @@ class Bridge:
 
     def difference(self, of_teacher: Bridge, role: str) -> tuple[str, str] | None:
         """What this template and the teacher's write for a message of this role; None: the same."""
-        own = repr(self.between(role))
-        other = of_teacher.refusal(role) or repr(of_teacher.between(role))
+        refusal = None if self.refusal(role) else of_teacher.refusal(role)
+        own, other = repr(self.between(role)), refusal or repr(of_teacher.between(role))
         return None if own == other else (own, other)
 
     def said(self, turn: Message) -> str:

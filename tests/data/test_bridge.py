@@ -235,6 +235,18 @@ def test_a_template_that_has_no_bridge_is_refused_with_the_reason(tmp_path, temp
     assert found is None if reason is None else reason in found
 
 
+def test_a_template_that_cannot_append_a_message_is_no_other_than_itself(tmp_path):
+    """`render` writes the message, with history=template."""
+    numbered = TEMPLATE.replace("['role'] }}", "['role'] }}{{ loop.index }}")
+    bridge = Bridge(Tokenizer.load(write_model(tmp_path / "numbered", template=numbered)))
+    plain = Bridge(Tokenizer.load(write_model(tmp_path / "plain", template=TEMPLATE)))
+    assert "depends on" in bridge.refusal("user")
+    assert bridge.difference(bridge, "user") is None
+    own, other = bridge.difference(plain, "user")
+    assert (own, other) == (repr(bridge.between("user")), repr(plain.between("user")))
+    assert "depends on" in plain.difference(bridge, "user")[1]
+
+
 def test_white_space_before_the_end_of_a_turn_is_not_repeated(tmp_path):
     template = TEMPLATE.replace("<|im_end|>", "\n<|im_end|>")
     tokenizer = Tokenizer.load(write_model(tmp_path, template=template))
