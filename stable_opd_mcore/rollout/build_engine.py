@@ -57,36 +57,33 @@ def build_engine(
     Raises:
         UserError: the run to replay has no stored rollouts, or there are too few servers.
     """
+    if config.rollout.engine == "replay":
+        return _replay_engine(config)
     interaction = build_interaction(config, chunks, tokenizer, teacher_tokenizer)
-    match config.rollout.engine:
-        case "embedded":
-            if world.device.type == "cuda" and world.rank == 0:
-                _log.warning(
-                    "rollout.engine=embedded decodes in Python, which takes minutes a step for a "
-                    "large student; set rollout.engine=sglang and "
-                    "rollout.sglang.placement=colocated"
-                )
-            return embedded_engine(
-                *(config, world, chunks, tokenizer, progress),
-                max_staleness=config.rollout.max_staleness,
-                partial=config.rollout.partial,
-                interaction=interaction,
-            )
-        case "replay":
-            return _replay_engine(config)
-        case "sglang":
-            return build_sglang_engine(
-                config,
-                world,
-                chunks,
-                tokenizer=tokenizer.json_text,
-                vocab_size=tokenizer.vocab_size,
-                stop_requested=stop_requested,
-                progress=progress,
-                memory=memory,
-                teacher=teacher,
-                interaction=interaction,
-            )
+    if config.rollout.engine == "sglang":
+        return build_sglang_engine(
+            config,
+            world,
+            chunks,
+            tokenizer=tokenizer.json_text,
+            vocab_size=tokenizer.vocab_size,
+            stop_requested=stop_requested,
+            progress=progress,
+            memory=memory,
+            teacher=teacher,
+            interaction=interaction,
+        )
+    if world.device.type == "cuda" and world.rank == 0:
+        _log.warning(
+            "rollout.engine=embedded decodes in Python, which takes minutes a step for a large "
+            "student; set rollout.engine=sglang and rollout.sglang.placement=colocated"
+        )
+    return embedded_engine(
+        *(config, world, chunks, tokenizer, progress),
+        max_staleness=config.rollout.max_staleness,
+        partial=config.rollout.partial,
+        interaction=interaction,
+    )
 
 
 def _replay_engine(config: Config) -> ReplayEngine:
