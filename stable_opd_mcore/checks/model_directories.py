@@ -75,17 +75,13 @@ def untrained_stops(inputs: RunInputs) -> Iterator[Finding]:
 
     if is_megatron(path):
         return
-    unused_UH, *stops_H = (
-        read_head(path, architecture, rows).float()
-        for rows in (
-            slice(used, architecture.vocab_size),
-            *(slice(token, token + 1) for token in inputs.tokenizer.stop_token_ids),
-        )
-    )
+    stops = inputs.tokenizer.stop_token_ids
+    ranges = [slice(used, architecture.vocab_size), *(slice(each, each + 1) for each in stops)]
+    unused_UH, *stop_rows_1H = (rows.float() for rows in read_head(path, architecture, ranges))
     mean_H = unused_UH.mean(dim=0)
     farthest = (unused_UH - mean_H).norm(dim=1).max()
-    named = zip(inputs.tokenizer.stop_token_ids, stops_H, strict=True)
-    found = tuple(token for token, row_H in named if (row_H - mean_H).norm() <= farthest)
+    named = zip(stops, stop_rows_1H, strict=True)
+    found = tuple(token for token, row_1H in named if (row_1H - mean_H).norm() <= farthest)
     if found:
         student = inputs.pair.student
         yield finding(

@@ -70,12 +70,14 @@ def check_hf(path: str | Path, architecture: Architecture) -> list[str]:
         return checkpoint.unread()
 
 
-def read_head(path: str | Path, architecture: Architecture, rows: slice) -> Tensor:
-    """Rows of the output head, which may be the embedding. Raises as `check_hf`."""
+def read_head(
+    path: str | Path, architecture: Architecture, ranges: Sequence[slice]
+) -> list[Tensor]:
+    """These ranges of the output head's rows; it may be the embedding. Raises as `check_hf`."""
     name = next(iter(tensors.hf_shapes(architecture))) if architecture.tied else tensors.HEAD
     with _Checkpoint(Path(path), architecture) as checkpoint:
         checkpoint.check()
-        return checkpoint.read(name, (rows,))
+        return [checkpoint.read(name, (rows,)) for rows in ranges]
 
 
 def stored_dtypes(path: str | Path, architecture: Architecture) -> set[str]:
