@@ -129,9 +129,9 @@ class ResponseTotals:
     """Sums over measured responses. Its size grows with the number of different lengths only."""
 
     def __init__(self, max_length: int | None = None, max_turns: int = 1):
-        """The length budget of a response, None if there is none, and the most responses of any
-        episode. Loops are counted in quarters of the budget of an episode."""
-        self.max_length, self.max_turns = max_length, max_turns
+        """The length budget of a response that `add` counts, None if there is none, and the most
+        responses of any episode. Loops are counted in quarters of the budget of an episode."""
+        self._max_length, self.max_turns = max_length, max_turns
         self.num_responses = self._longest_episode = 0
         by_turn = [f"{name}_{part}" for name in _BY_TURN for part in turn_parts(max_turns)]
         names = (*_MEANS, *_OF_EPISODES, *by_turn) if by_turn else _MEANS
@@ -141,7 +141,7 @@ class ResponseTotals:
 
     def add(self, response: MeasuredResponse) -> None:
         """Count one more response."""
-        self._add(response, response.finish_reason, self.max_length)
+        self._add(response, response.finish_reason, self._max_length)
 
     def add_episode(self, rollout: Rollout, max_new_tokens: int, max_turns: int = 1) -> None:
         """Count the turns of one more rollout. It may have `max_turns` of `max_new_tokens` each."""
@@ -218,7 +218,7 @@ def rollout_metrics(
     max_new_tokens: of a turn, where the prompt does not say how many.
     max_turns: of the episodes of each environment; other rollouts have one turn.
     """
-    totals = ResponseTotals(max_new_tokens, max(max_turns.values(), default=1))
+    totals = ResponseTotals(max_turns=max(max_turns.values(), default=1))
     for rollout in rollouts:
         budget = rollout.prompt.max_new_tokens or max_new_tokens
         totals.add_episode(rollout, budget, max_turns.get(rollout.prompt.environment, 1))
