@@ -6,7 +6,6 @@ before the first turn (templates.py).
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import repeat
 
 import numpy as np
 
@@ -34,13 +33,15 @@ def different_bridges(inputs: RunInputs) -> Iterator[Finding]:
         return
     bridge, of_teacher = Bridge(inputs.pair.student.tokenizer), Bridge(teacher.tokenizer)
     for role in sorted(_scored_roles(inputs)):
-        if bridge.refusal(role) is None and (found := bridge.difference(of_teacher, role)):
+        if bridge.refusal(role) is not None:  # another finding says so
+            continue
+        if found := bridge.difference(of_teacher, role):
             yield finding("different-bridges", role=role, student=found[0], teacher=found[1])
 
 
 def _scored_roles(inputs: RunInputs) -> frozenset[str]:
     """The roles of the messages between turns that the teacher scores: of an environment those of
-    its example episode, and `tool` where its file names it."""
+    its example episode, and `tool` if its file has such messages."""
     played = frozenset[str]().union(*(example.roles for example in inputs.example_episodes))
     if any(map(_names_tool, _played(inputs))):
         played |= {"tool"}
@@ -62,7 +63,7 @@ def _names_tool(environment: EnvironmentConfig) -> bool:
 
 
 def tool_messages(inputs: RunInputs) -> None:
-    """A student's template that cannot write a `tool` message, as the first such episode says."""
+    """A student's template that cannot write `tool` messages, the first of which ends the run."""
     bridge = Bridge(inputs.tokenizer)
     for environment in filter(_names_tool, _played(inputs)):
         if environment.history == "append":
@@ -97,8 +98,10 @@ def shown_transcript(model: ModelFiles, samples: Sequence[Sample]) -> str:
 
     A prompt of the teacher's own is shown for the teacher.
     """
-    names = ("a new context" if number else "prompt" for number in range(len(samples)))
-    return "\n\n".join(map(_shown_context, repeat(model), samples, names))
+    return "\n\n".join(
+        _shown_context(model, sample, "a new context" if number else "prompt")
+        for number, sample in enumerate(samples)
+    )
 
 
 def _shown_context(model: ModelFiles, sample: Sample, name: str) -> str:

@@ -125,8 +125,7 @@ class PromptSet:
             _refuse_empty(row, prompts[index])
             num_golden = sum(map(len, goldens[index]))
             of_teacher = len(own[index]) if own else 0
-            lengths = len(prompts[index]), num_golden, of_teacher
-            problem = self._length_problem(row, *lengths)
+            problem = self._length_problem(row, len(prompts[index]), num_golden, of_teacher)
             if problem is None:
                 kept.append(index)
             elif config.overlong == "error":
@@ -214,8 +213,8 @@ class PromptSet:
         """What is wrong with these numbers of tokens; `of_teacher`: of the teacher's prompt."""
         problem = self._window_problem(row, prompt, golden, self.window)
         if problem is None and self.teacher is not None and self.teacher.window is not None:
-            of_this = of_teacher, golden, self.teacher.window
-            return self._window_problem(row, *of_this, "teacher's ")
+            window = self.teacher.window
+            return self._window_problem(row, of_teacher, golden, window, "teacher's ")
         return problem
 
     def _window_problem(
