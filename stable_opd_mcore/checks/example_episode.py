@@ -19,12 +19,12 @@ from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.interaction import Interaction
 
-_SECONDS = 60.0  # after it the student gets no further turn
+_SECONDS = 60.0  # then the student gets no further turn
 
 
 @dataclass(frozen=True)
 class Example:
-    """An episode; "abort" is the finish reason of one that took too long."""
+    """An episode. Its finish reason is "abort" if it took too long."""
 
     function: str  # of the environment
     rollout: Rollout
@@ -58,8 +58,8 @@ def play_episode(
     """The prompt's episode.
 
     Raises:
-        UserError: the user's file fails as it is imported, or the chat template cannot put there
-            what an environment yields.
+        UserError: the user's file fails as it is imported, or the chat template cannot write what
+            the environment yields.
     """
     settings = settings.model_copy(update={"workers": 1})
     environments = {str(prompt.environment): settings}

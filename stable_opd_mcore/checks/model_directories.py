@@ -64,8 +64,8 @@ def adapter(inputs: RunInputs) -> None:
 
 
 def untrained_stops(inputs: RunInputs) -> Iterator[Finding]:
-    """Stop tokens that low-rank factors cannot teach: their rows of the frozen head are no farther
-    from the mean of the rows without a token than those rows are."""
+    """Stop tokens that low-rank factors cannot teach: in the frozen head, their rows are as close
+    to the mean of the rows without a token as those rows are themselves."""
     config, architecture = inputs.config, inputs.architecture
     path, used = config.student.path, inputs.tokenizer.vocab_size
     if config.student.lora is None or path is None or architecture.vocab_size - used < _MANY_ROWS:

@@ -45,7 +45,7 @@ class Bridge:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._refusals: dict[str, str | None] = {}
-        self._written: set[tuple[str, ...]] = set()  # roles of messages that the template writes
+        self._written: set[tuple[str, ...]] = set()  # roles of conversations that lose no message
 
     def append(self, messages: Sequence[Message], last_token: int) -> Observed:
         """The end of a turn whose last token is `last_token`, the messages after it, and the

@@ -103,8 +103,8 @@ class PromptSet:
 
         Args:
             window: positions of the model, in tokens.
-            max_new_tokens: tokens that every prompt must leave for a rollout, if its row does not
-                say how many; 0 without rollouts.
+            max_new_tokens: tokens that a prompt must leave for a rollout, unless its row says how
+                many; 0 without rollouts.
             golden: whether golden solutions are encoded, and whether every row must have one.
 
         Raises:
@@ -210,7 +210,7 @@ class PromptSet:
         return [self[index] for index in indices]
 
     def _length_problem(self, row: Row, prompt: int, golden: int, of_teacher: int) -> str | None:
-        """What is wrong with these numbers of tokens; `of_teacher`: of the teacher's prompt."""
+        """What is wrong with these numbers of tokens; `of_teacher` is that of its own prompt."""
         problem = self._window_problem(row, prompt, golden, self.window)
         if problem is None and self.teacher is not None and self.teacher.window is not None:
             window = self.teacher.window

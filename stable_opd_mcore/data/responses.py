@@ -38,7 +38,7 @@ _TURNS = {  # parts of the turns, counted from 0
     "turn_5_8": range(4, 8),
     "turn_9": range(8, sys.maxsize),
 }
-ONE_TURN: Mapping[str | None, int] = {}  # the most turns by environment, where there is none
+ONE_TURN: Mapping[str | None, int] = {}  # `max_turns` of rollouts without an environment
 _THINK_END = "</think>"
 _PARTS: dict[FinishReason | None, str] = {"stop": "finished", "length": "truncated"}
 _MEANS = (
@@ -171,7 +171,7 @@ class ResponseTotals:
         turn: int = 0,
         max_turns: int = 1,
     ) -> None:
-        """ending: why its episode ended; max_length: its length budget; turn: its number there."""
+        """ending: why the episode ended; max_length: the response's budget; turn: its number."""
         self.num_responses += 1
         self._lengths[response.length] += 1
         self._failures[response.grading_failure] += 1

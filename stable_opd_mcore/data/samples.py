@@ -39,8 +39,8 @@ def rollout_samples(
     masks: TokenMasksConfig = _NO_MASKS,
     max_new_tokens: int | None = None,
 ) -> list[Sample]:
-    """One sample per context of each rollout; `max_new_tokens`, or that of the prompt, says how
-    long a loop must be."""
+    """One sample per context of each rollout. The longest turn, which is `max_new_tokens` if the
+    prompt has none, decides how long a loop must be."""
     return [
         sample
         for rollout in rollouts

@@ -16,7 +16,7 @@ _OF_THE_RENDERER = frozenset({"messages", "tools", "documents", "add_generation_
 
 def template_variables(template: str) -> frozenset[str]:
     """The names that a template reads and the renderer does not give; a DataError if invalid."""
-    # The import takes seconds, which a command that loads no tokenizer saves.
+    # Imported here because it takes seconds, and some commands load no tokenizer.
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:

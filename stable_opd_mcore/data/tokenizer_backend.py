@@ -45,7 +45,7 @@ def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
         DataError: no such directory, no tokenizer.json in it, files that cannot be loaded, named
             chat templates without a default, or a needed EOS that the files lack.
     """
-    # The import takes seconds, which a command that loads no tokenizer saves.
+    # Imported here because it takes seconds, and some commands load no tokenizer.
     from transformers import PreTrainedTokenizerFast
 
     if path == SYNTHETIC:

@@ -187,8 +187,8 @@ def parse_row(line: bytes | None, columns: Columns) -> ResponseRow:
 
 
 def _of_last_turn(values: dict[str, Any], turns: Any) -> dict[str, Any]:
-    """Tokens and finish reason of an episode's last turn, whose text is the response; nothing of a
-    single response."""
+    """Tokens and finish reason of an episode's last turn, whose text is the response; empty without
+    turns."""
     if not turns:
         return {}
     try:

@@ -64,8 +64,8 @@ def token_metrics(
     rollout tokens in the loss (`pg_weight_N` not 0), without golden and masked tokens. KL to the
     reference is over rows with a KL weight, the share of repetitive tokens over all scored rollout
     tokens. Parts are finished and truncated turns, quarters of the longest episode, `max_turns` of
-    `max_new_tokens` each, and, if there are several, single turns. `limits_B` are those of each
-    sample's episode, where sources differ; where it has one turn, it is in no part by turn.
+    `max_new_tokens` each, and, if there are several, single turns. `limits_B` are the limits of
+    each sample's episode, with several sources; an episode of one turn is in no part by turn.
     The rollout gap is to `old_token_logprob_N`, or to the student's log-probability without one.
 
     `loss/*` are sums, like the loss. The total is the sum of the parts, because Megatron scales the

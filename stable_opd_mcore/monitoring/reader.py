@@ -54,7 +54,7 @@ def stored_steps(directory: Path) -> list[int]:
 
 
 def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None) -> dict[str, Any]:
-    """What the list shows of the `index`-th rollout of a step's file, whose length has a `budget`.
+    """What the list shows of the `index`-th rollout of a step's file; `budget`: its longest turn.
 
     Repetition and compression are those of the last turn.
     """

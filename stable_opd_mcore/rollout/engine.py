@@ -67,7 +67,8 @@ class RolloutEngine:
 
     @property
     def refusal(self) -> str | None:
-        """Why what an environment yielded in this process ends the run; None: it does not."""
+        """Why the run must end after what an environment yielded in this process; None: it need
+        not."""
         return None if self.interaction is None else self.interaction.refusal
 
     def close(self) -> None:

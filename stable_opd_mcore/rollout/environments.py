@@ -53,7 +53,7 @@ class Step:
     reason: str = ""  # of the failure, for people
     replays: int = 0  # times that the episode was played again
     # Played again, the environment gave other answers. The key is free: open the episode again and
-    # sample its turns anew. Its failures so far count on.
+    # sample its turns anew. Its earlier failures still count.
     not_repeatable: bool = False
 
 
@@ -146,7 +146,7 @@ class EnvironmentPool:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._episodes: dict[Hashable, _Episode] = {}
-        self._failures_of: dict[Hashable, int] = {}  # failures so far of episodes that begin anew
+        self._failures_of: dict[Hashable, int] = {}  # of each episode that is to begin anew
         self._counts: Counter[str] = Counter()
         self._has_started = self._has_warned = self._is_over = False
         # Processes are replaced at different times, so that some worker always takes episodes.
@@ -159,7 +159,7 @@ class EnvironmentPool:
     ) -> Future[Step]:
         """Begin an episode, which has the key until it is over.
 
-        is_counted: whether `take_counts` counts it.
+        is_counted: whether it is part of what `take_counts` returns.
         """
         with self._lock:
             assert key not in self._episodes, f"an episode with the key {key} is open"
@@ -177,8 +177,7 @@ class EnvironmentPool:
             return self._ask(episode)
 
     def close(self, key: Hashable) -> None:
-        """Give an episode up; a step that it is asked for may not come. Nothing happens if it is
-        over."""
+        """Give an episode up, if it is not over. A step that it was asked for may not come."""
         with self._lock:
             self._failures_of.pop(key, None)
             episode = self._episodes.get(key)
@@ -188,8 +187,8 @@ class EnvironmentPool:
                 episode.worker.jobs.put(lambda: self._close(episode.process, episode))
 
     def take_counts(self) -> Counter[str]:
-        """Counts since the last call, of episodes that are counted: `steps`, `replays`,
-        `not_repeatable`, and of failed ones `timeout`, `crash` and `invalid`."""
+        """Counts since the last call: `steps`, `replays`, `not_repeatable`, and failed episodes by
+        `timeout`, `crash` and `invalid`."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
             return counts

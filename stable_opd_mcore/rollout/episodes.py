@@ -89,7 +89,7 @@ class Episode:
         return self.finish_reason != "abort"
 
     def limit(self, sampling: Sampling) -> int:
-        """Tokens of the longest turn."""
+        """The most tokens that a turn may have."""
         return self.prompt.max_new_tokens or sampling.max_new_tokens
 
     def budget(self, sampling: Sampling, window: int) -> int:

@@ -153,7 +153,7 @@ class Interaction:
             return _NO_ROOM
         try:
             observation = self._encoded(asked, step, settings)
-        except DataError as error:  # ends the run, but on all ranks together
+        except DataError as error:  # the run ends later, on all ranks together
             self.refusal = self.refusal or f"prompt {asked.episode.prompt.prompt_id}: {error}"
             return _NO_ROOM
         length = len(observation.token_ids)
@@ -162,7 +162,7 @@ class Interaction:
         return _NO_ROOM if length >= self.window else observation
 
     def _encoded(self, asked: _Asked, step: Step, settings: EnvironmentConfig) -> Observation:
-        """The messages of a step as token ids; before the first turn, none stand for the prompt's.
+        """A step's messages as token ids. Before the first turn, None stands for the prompt.
 
         With history=template the whole conversation is rendered anew, from the student's texts.
         """
@@ -202,7 +202,7 @@ class Interaction:
         """Note the roles of messages that continue a context.
 
         Raises:
-            DataError: a teacher that scores them, and whose template writes them in another form.
+            DataError: the teacher scores them, but its template writes them in another form.
         """
         with self._lock:
             self.roles |= roles

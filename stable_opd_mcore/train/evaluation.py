@@ -184,7 +184,7 @@ class Evaluation:
         """The result of a set's stored responses."""
         problems = self.problems[name]
         own = {prompt.prompt_id: prompt for prompt in problems.prompts}
-        # The prompts of stored responses lack fields, such as their environment.
+        # A stored response's prompt lacks fields, such as its environment.
         rollouts = (
             replace(rollout, prompt=own[rollout.prompt.prompt_id])
             for rollout in self.store(name).rollouts()

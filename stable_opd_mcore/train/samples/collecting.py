@@ -103,9 +103,9 @@ def sample_rollouts(
 
 
 def refuse_episodes(run: Run, rollouts: Sequence[Rollout]) -> None:
-    """End a run on all ranks if more than half of a step's episodes fail in their environment, one
-    has messages that a chat template cannot write, or several contexts where a setting assumes one.
-    Collective.
+    """End a run on all ranks if more than half of a step's episodes failed in their environment, a
+    chat template cannot write a message, or an episode has several contexts where a setting assumes
+    one. Collective.
     """
     if not run.config.has_environment:
         return
@@ -146,7 +146,7 @@ def graded(
     by_source: bool = True,
 ) -> list[Rollout]:
     """This data-parallel rank's rollouts with rewards. Collective over the replica's ranks."""
-    own = {prompt.prompt_id: prompt for prompt in prompts}  # those of stored rollouts lack fields
+    own = {prompt.prompt_id: prompt for prompt in prompts}  # a stored rollout's lacks fields
     rollouts = [replace(rollout, prompt=own[rollout.prompt.prompt_id]) for rollout in rollouts]
     # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
     if dist.get_rank(world.model_group) == 0:
