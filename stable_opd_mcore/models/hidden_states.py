@@ -27,7 +27,7 @@ from stable_opd_mcore.records import MicroBatch
 
 
 class FactorList(ModuleList):
-    """A list of `lora.Factors`, which checkpoints hold without the weights."""
+    """A list of `factors.Factors`, which checkpoints hold without the weights."""
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}

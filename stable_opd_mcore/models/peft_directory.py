@@ -21,9 +21,9 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import atomic_directory, describe_space
 from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.host.tensor_files import save_tensors
+from stable_opd_mcore.models.factors import Which
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.lora import (
-    Which,
     adapt,
     adapted_shapes,
     fill_factors,

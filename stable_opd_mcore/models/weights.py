@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from stable_opd_mcore.errors import NotFiniteError
 from stable_opd_mcore.models import tensors
+from stable_opd_mcore.models.factors import factors_of
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.tensor_cuts import join_parts, own_parts, unshard
@@ -82,7 +83,7 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
     models = [unwrap(chunk) for chunk in chunks]
     architecture = architecture_of(chunks)
     local = {entry.hf_names: weight for _, weight, entry in described_parameters(chunks)}
-    factors = {each.entry.hf_names: each for each in _factors_of(chunks)}
+    factors = {each.entry.hf_names: each for each in factors_of(chunks)}
 
     def whole(entry: Parameter) -> tuple[Tensor, ...]:
         weight, own = local[entry.hf_names].detach(), factors.get(entry.hf_names)
@@ -117,7 +118,7 @@ def copy_weights(
 def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
     """Raise a NotFiniteError on all ranks if some weight is NaN or infinite. Collective."""
     parameters = [(weight.detach(), entry) for _, weight, entry in described_parameters(chunks)]
-    for factors in _factors_of(chunks):
+    for factors in factors_of(chunks):
         parameters += [(factor.detach(), factors.entry) for factor in factors.parameters()]
     bounds = torch.stack([_bounds(weight) for weight, _ in parameters])  # read from the GPU once
     finite = bounds.isfinite().all(dim=1).tolist()
@@ -161,12 +162,6 @@ def described_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor
                 continue
             entry = tensors.describe(name, numbers, architecture, first_expert)
             yield name, weight, entry
-
-
-def _factors_of(chunks: Sequence[Module]) -> Iterator[Any]:
-    """The `lora.Factors` of these chunks, without their type, because lora.py imports this file."""
-    for chunk in chunks:
-        yield from unwrap(chunk).factors
 
 
 def fill_weights(

@@ -16,11 +16,12 @@ from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import lora, tensors
+from stable_opd_mcore.models.factors import _multiplied_input, add_to_output, factors_of
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.family import FAMILIES
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
-from stable_opd_mcore.models.lora import adapt, base_only, factors_of, fill_factors, merge
+from stable_opd_mcore.models.lora import adapt, base_only, fill_factors, merge
 from stable_opd_mcore.models.tensor_cuts import unshard
 from stable_opd_mcore.models.weights import described_parameters, fill_weights, iter_hf_tensors
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
@@ -185,12 +186,12 @@ def test_a_norm_that_a_layer_fuses_comes_before_the_factors() -> None:
     """As in Transformer Engine's LayerNormLinear, which is not installed here."""
     layer = Module()
     hidden = torch.randn(5, 8)
-    assert lora._multiplied_input(layer, hidden) is hidden
+    assert _multiplied_input(layer, hidden) is hidden
     layer.layer_norm_weight, layer.eps = torch.randn(8), 1e-6  # pyright: ignore
     plain = hidden * (hidden.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    close(lora._multiplied_input(layer, hidden), plain * layer.layer_norm_weight)
+    close(_multiplied_input(layer, hidden), plain * layer.layer_norm_weight)
     layer.zero_centered_gamma = True  # pyright: ignore
-    close(lora._multiplied_input(layer, hidden), plain * (layer.layer_norm_weight + 1))
+    close(_multiplied_input(layer, hidden), plain * (layer.layer_norm_weight + 1))
 
 
 def test_the_experts_of_one_layer_have_a_pair_each(world: World) -> None:
@@ -201,7 +202,7 @@ def test_the_experts_of_one_layer_have_a_pair_each(world: World) -> None:
     downs = [each for each in every if each.entry.layout == "expert_down"][:3]
     hidden, product = torch.randn(7, architecture.ffn_hidden_size), torch.randn(7, 1)
     counts = [4, 0, 3]
-    added, bias = lora._add(downs, Module(), (hidden, counts), (product, None))
+    added, bias = add_to_output(downs, Module(), (hidden, counts), (product, None))
     parts = []
     for factors, part in zip(downs, hidden.split(counts), strict=True):
         (name,) = factors.entry.hf_names

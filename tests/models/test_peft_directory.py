@@ -12,10 +12,11 @@ from torch import Tensor
 from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.factors import factors_of
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.huggingface import load_hf
-from stable_opd_mcore.models.lora import adapt, factors_of
+from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.models.peft_directory import export_adapter, load_adapter
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from tests.models import tiny

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import Fp8
+from stable_opd_mcore.models.factors import factors_of
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
-from stable_opd_mcore.models.lora import adapt, factors_of
+from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.planning.layout import layout_of
 from stable_opd_mcore.planning.model_size import ModelSize
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors

@@ -33,10 +33,10 @@ from stable_opd_mcore.host.atomic_files import (
 from stable_opd_mcore.host.run_directory import ANY_STEP, checkpoint_name
 from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models.directory_save import save_directory
+from stable_opd_mcore.models.factors import factors_of
 from stable_opd_mcore.models.lora import (
     adapt,
     base_hash,
-    factors_of,
     form_of,
     merge,
     set_factors,
