@@ -8,37 +8,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import atomic_directory, describe_space
 from stable_opd_mcore.host.tensor_files import save_tensors
-from stable_opd_mcore.models import mxfp4, tensors
-from stable_opd_mcore.models.expert_stacks import are_stacked, file_shapes, place, stacked
+from stable_opd_mcore.models import tensors
+from stable_opd_mcore.models.expert_stacks import file_shapes, stacked
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
+from stable_opd_mcore.models.safetensors_files import BF16, INDEX, SINGLE, TensorFiles
 from stable_opd_mcore.models.small_files import write_config
 from stable_opd_mcore.models.weights import (
     architecture_of,
     fill_weights,
-    is_finite,
     iter_hf_tensors,
     refuse_non_finite,
 )
 from stable_opd_mcore.parallel.world import gather_objects
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors")  # kinds of files of weights
-_BLOCKS, _ROWS = 16, 64  # parts of the head that are compared with a tied embedding
-_DTYPES = ("F32", "BF16", "F16", "F64")  # safetensors' names
-_BF16 = "BF16"
 
 
 def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
@@ -52,11 +44,11 @@ def load_hf(chunks: Sequence[Module], path: str | Path) -> None:
             belongs to another architecture: no weight has changed. Or a value is not finite: some
             weights have changed. The message names the file and the tensor.
     """
-    with _Checkpoint(Path(path), architecture_of(chunks)) as checkpoint:
-        checkpoint.check()
+    with TensorFiles(Path(path), architecture_of(chunks)) as files:
+        files.check()
         with torch.no_grad():
-            fill_weights(chunks, checkpoint.read)
-        for fault in gather_objects(checkpoint.fault):
+            fill_weights(chunks, files.read)
+        for fault in gather_objects(files.fault):
             if fault is not None:
                 raise UserError(fault)
 
@@ -65,9 +57,9 @@ def check_hf(path: str | Path, architecture: Architecture) -> list[str]:
     """Check the names, shapes and types of all tensors; returns the files of weights that nothing
     reads. Raises what `load_hf` does, except for values that are not finite.
     """
-    with _Checkpoint(Path(path), architecture) as checkpoint:
-        checkpoint.check()
-        return checkpoint.unread()
+    with TensorFiles(Path(path), architecture) as files:
+        files.check()
+        return files.unread()
 
 
 def read_head(
@@ -75,31 +67,31 @@ def read_head(
 ) -> list[Tensor]:
     """These ranges of the output head's rows; it may be the embedding. Raises as `check_hf`."""
     name = next(iter(tensors.hf_shapes(architecture))) if architecture.tied else tensors.HEAD
-    with _Checkpoint(Path(path), architecture) as checkpoint:
-        checkpoint.check()
-        return [checkpoint.read(name, (rows,)) for rows in ranges]
+    with TensorFiles(Path(path), architecture) as files:
+        files.check()
+        return [files.read(name, (rows,)) for rows in ranges]
 
 
 def stored_dtypes(path: str | Path, architecture: Architecture) -> set[str]:
     """The types of the model's tensors in the files of a directory, by safetensors' names. Tensors
     that every model keeps in fp32 do not count."""
     entries = tensors.canonical_parameters(architecture)
-    with _Checkpoint(Path(path), architecture) as checkpoint:
+    with TensorFiles(Path(path), architecture) as files:
         return {
-            checkpoint.dtype(name)
+            files.dtype(name)
             for entry in entries
             if not entry.fp32
             for name in entry.hf_names
-            if checkpoint.holds(name)
+            if files.holds(name)
         }
 
 
 def require_base(path: str | Path, architecture: Architecture) -> None:
     """Raise a UserError for a directory without the tensors that an export must copy."""
     carried = architecture.family.carried
-    if carried and not any((Path(path) / file).is_file() for file in (_SINGLE, _INDEX)):
+    if carried and not any((Path(path) / file).is_file() for file in (SINGLE, INDEX)):
         raise UserError(
-            f"{path}: neither {_SINGLE} nor {_INDEX}; an exported {architecture.model_type} model "
+            f"{path}: neither {SINGLE} nor {INDEX}; an exported {architecture.model_type} model "
             f"also has tensors that are not trained ({', '.join(carried)}), which are copied from "
             "there: name the directory of the base model in Hugging Face's form"
         )
@@ -131,7 +123,7 @@ def export_hf(
     refuse_non_finite(chunks, f"{directory} is not written")
     source = None
     if base is not None and architecture.family.carried:
-        source = _Checkpoint(Path(base), architecture)
+        source = TensorFiles(Path(base), architecture)
         _require_readable(source, f"{directory} is not written")
     if dist.get_rank() == 0:
         with source or nullcontext():
@@ -142,7 +134,7 @@ def export_hf(
     dist.barrier()
 
 
-def _require_readable(base: _Checkpoint, what: str) -> None:
+def _require_readable(base: TensorFiles, what: str) -> None:
     """Raise a UserError on all ranks if rank 0 cannot read what an export copies. Collective."""
     problem = None
     if dist.get_rank() == 0:
@@ -162,7 +154,7 @@ def _require_readable(base: _Checkpoint, what: str) -> None:
 def _write_model(
     chunks: Sequence[Module],
     directory: Path,
-    base: _Checkpoint | None,
+    base: TensorFiles | None,
     save_tokenizer: Callable[[Path], object],
     max_file_bytes: int,
 ) -> None:
@@ -190,13 +182,13 @@ def _write_model(
 
 
 def _export_types(
-    architecture: Architecture, dtype: torch.dtype, base: _Checkpoint | None
+    architecture: Architecture, dtype: torch.dtype, base: TensorFiles | None
 ) -> dict[str, torch.dtype]:
     """The type in which each tensor is written."""
     types: dict[str, torch.dtype] = {}
     for entry in tensors.canonical_parameters(architecture):
         for name in entry.hf_names:
-            is_bf16 = base is not None and base.holds(name) and base.dtype(name) == _BF16
+            is_bf16 = base is not None and base.holds(name) and base.dtype(name) == BF16
             types[name] = torch.float32 if entry.fp32 and not is_bf16 else dtype
     return types
 
@@ -223,7 +215,7 @@ def _write_tensors(
         room -= size
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if files[1:] else _SINGLE
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if files[1:] else SINGLE
         kept = {name: tensor.to("cpu", copy=True) for name, tensor in islice(whole, len(names))}
         assert list(kept) == names, "in the order of the forward pass"
         save_tensors(kept, directory / file)
@@ -231,172 +223,4 @@ def _write_tensors(
     assert next(whole, None) is None
     if files[1:]:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-class _Checkpoint:
-    """The safetensors files of a directory, each opened when its first tensor is read."""
-
-    def __init__(self, directory: Path, architecture: Architecture) -> None:
-        self._directory, self._architecture = directory, architecture
-        self._file_of: dict[str, str] = {}
-        self._open: dict[str, Any] = {}
-        self.stacks_experts = False  # known once the files' names are
-        self.fault: str | None = None  # the first tensor read with a value that is not finite
-
-    def __enter__(self) -> _Checkpoint:
-        index, single = self._directory / _INDEX, self._directory / _SINGLE
-        if (self._directory / "adapter_config.json").is_file():
-            raise UserError(
-                f"{self._directory}: holds adapter_config.json; an adapter is not read here, and "
-                "the weights without it are another model. Merge it into the weights, give it as "
-                "student.lora.path, or move its files away"
-            )
-        if index.is_file():
-            try:
-                self._file_of = dict(json.loads(index.read_bytes())["weight_map"])
-            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-                raise UserError(
-                    f"{index}: not an index of safetensors files ({error}); download it again"
-                ) from None
-            if single.is_file() and _SINGLE not in self._file_of.values():
-                raise UserError(
-                    f"{self._directory}: holds two sets of weights, {_SINGLE} and the files of "
-                    f"{_INDEX}; move away the wrong one"
-                )
-        elif single.is_file():
-            self._file_of = dict.fromkeys(self._handle(_SINGLE).keys(), _SINGLE)
-        else:
-            raise UserError(
-                f"{self._directory}: neither {_SINGLE} nor {_INDEX}; download the weights"
-            )
-        self.stacks_experts = are_stacked(self._architecture, self._file_of)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._open.clear()
-
-    def check(self) -> None:
-        """Refuse a missing, misshapen or additional tensor; every rank checks all of them."""
-        architecture = self._architecture
-        shapes = file_shapes(architecture, self.stacks_experts)
-        wanted = mxfp4.stored_shapes(shapes, self._file_of)
-        hint = (
-            f"the model is {architecture.model_type} with {architecture.num_layers} layers of "
-            f"{architecture.hidden_size}: give a complete checkpoint of this architecture"
-        )
-        for name, shape in wanted.items():
-            if name not in self._file_of:
-                raise UserError(f"{self._directory}: tensor {name} is missing; {hint}")
-            view = self._view(name)
-            found, dtype = tuple(view.get_shape()), view.get_dtype()
-            if found != shape:
-                raise UserError(
-                    f"{self._path(name)}: tensor {name} has shape {found}, expected {shape}; {hint}"
-                )
-            allowed = (mxfp4.DTYPE,) if name.endswith(mxfp4.PARTS) else _DTYPES
-            if dtype not in allowed:
-                raise UserError(
-                    f"{self._path(name)}: tensor {name} has dtype {dtype}, expected one of "
-                    f"{', '.join(allowed)}; convert quantized weights first"
-                )
-        head = tensors.HEAD
-        ignored = {head} if architecture.tied else set()
-        for name in self._file_of.keys() - wanted.keys() - ignored:
-            carried = name.startswith(architecture.family.carried)
-            if not carried and not name.endswith("rotary_emb.inv_freq"):
-                raise UserError(
-                    f"{self._path(name)}: tensor {name} has no place in the model; {hint}"
-                )
-        embedding = next(iter(wanted))
-        if architecture.tied and self.holds(head) and not self._repeats_embedding(embedding):
-            raise UserError(
-                f"{self._path(head)}: {head} differs from {embedding}, but config.json says "
-                "tie_word_embeddings=true, with which it would not be read; set that to false, or "
-                f"remove {head}"
-            )
-
-    def _repeats_embedding(self, name: str) -> bool:
-        """Whether the head is the embedding, by blocks of rows, evenly spaced over both."""
-        head, embedding = self._view(tensors.HEAD), self._view(name)
-        rows = head.get_shape()[0]
-        if head.get_shape() != embedding.get_shape():
-            return False
-        starts = {block * max(0, rows - _ROWS) // (_BLOCKS - 1) for block in range(_BLOCKS)}
-        return all(torch.equal(head[at : at + _ROWS], embedding[at : at + _ROWS]) for at in starts)
-
-    def holds(self, name: str) -> bool:
-        return self._file_name(name) in self._file_of
-
-    def dtype(self, name: str) -> str:
-        dtype = self._view(self._file_name(name)).get_dtype()
-        return _BF16 if dtype == mxfp4.DTYPE else dtype
-
-    def _file_name(self, name: str) -> str:
-        """The tensor in the files that holds one of the model's, or its blocks in MXFP4."""
-        found = place(name, self._architecture, self.stacks_experts)
-        if found is None:
-            return name
-        blocks, _ = mxfp4.parts_of(found.stack)
-        return blocks if blocks in self._file_of else found.stack
-
-    def carried(self) -> list[str]:
-        """The tensors that belong to other parts of the model; a UserError if one is missing."""
-        carried = self._architecture.family.carried
-        names = sorted(name for name in self._file_of if name.startswith(carried))
-        for name in names:
-            self._view(name)
-        return names
-
-    def copy(self, name: str) -> Tensor:
-        """A whole tensor as it is in the file."""
-        return self._handle(self._file_of[name]).get_tensor(name)
-
-    def unread(self) -> list[str]:
-        """Files of weights in the directory that hold none of the model's tensors."""
-        files = (path for path in self._directory.iterdir() if path.suffix in _OTHER_WEIGHTS)
-        return sorted({path.name for path in files} - set(self._file_of.values()))
-
-    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """A slice of each dimension of a tensor; only these bytes are read from the file, and all
-        of an expert's where it has gate and up in turn."""
-        found = place(name, self._architecture, self.stacks_experts)
-        name = self._file_name(name)
-        view = self._handle(self._file_of[name]).get_slice(name)
-        if found is None:
-            tensor = view[part]
-        elif name == found.stack:
-            tensor = found.of(view)
-        else:
-            scales = self._view(mxfp4.parts_of(found.stack)[1])[found.expert]
-            rows = view[found.expert][found.rows], scales[found.rows]
-            tensor = mxfp4.dequantised(*rows)
-        if self.fault is None and not is_finite(tensor):
-            self.fault = f"{self._path(name)}: tensor {name} holds NaN or infinity; replace it"
-        return tensor
-
-    def _view(self, name: str) -> Any:
-        try:
-            return self._handle(self._file_of[name]).get_slice(name)
-        except SafetensorError:
-            raise UserError(
-                f"{self._path(name)}: tensor {name} is not in this file, but {_INDEX} lists it "
-                "here; download both again"
-            ) from None
-
-    def _path(self, name: str) -> Path:
-        return self._directory / self._file_of[name]
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            path = self._directory / file
-            if not path.is_file():
-                raise UserError(f"{path}: no such file, but {_INDEX} lists it; download it")
-            try:
-                self._open[file] = safe_open(path, framework="pt").__enter__()
-            except (OSError, SafetensorError) as error:
-                raise UserError(
-                    f"{path}: not readable, probably truncated ({path.stat().st_size} bytes): "
-                    f"{error}; copy or download it again"
-                ) from None
-        return self._open[file]
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models import huggingface
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.huggingface import export_hf, load_hf
+from stable_opd_mcore.models.safetensors_files import TensorFiles
 from stable_opd_mcore.models.weights import copy_weights
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import (
@@ -133,14 +133,14 @@ def _check_model(label: str, architecture, world: World, path: Path) -> None:
 
 def _count_elements_read(patch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Count the elements that are read from safetensors from now on."""
-    read, sizes = huggingface._Checkpoint.read, []
+    read, sizes = TensorFiles.read, []
 
     def counting(self, name: str, part: tuple[slice, ...]) -> Tensor:
         tensor = read(self, name, part)
         sizes.append(tensor.numel())
         return tensor
 
-    patch.setattr(huggingface._Checkpoint, "read", counting)
+    patch.setattr(TensorFiles, "read", counting)
     return lambda: sum(sizes)
 
 

@@ -1,0 +1,195 @@
+"""The safetensors files of a model directory in Hugging Face's form, read by the model's tensors.
+
+Nothing is written here (huggingface.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models import mxfp4, tensors
+from stable_opd_mcore.models.expert_stacks import are_stacked, file_shapes, place
+from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.weights import is_finite
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+BF16 = "BF16"
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors")  # kinds of files of weights
+_BLOCKS, _ROWS = 16, 64  # parts of the head that are compared with a tied embedding
+_DTYPES = ("F32", BF16, "F16", "F64")  # safetensors' names
+
+
+class TensorFiles:
+    """The safetensors files of a directory, each opened when its first tensor is read."""
+
+    def __init__(self, directory: Path, architecture: Architecture) -> None:
+        self._directory, self._architecture = directory, architecture
+        self._file_of: dict[str, str] = {}
+        self._open: dict[str, Any] = {}
+        self.stacks_experts = False  # known once the files' names are
+        self.fault: str | None = None  # the first tensor read with a value that is not finite
+
+    def __enter__(self) -> TensorFiles:
+        index, single = self._directory / INDEX, self._directory / SINGLE
+        if (self._directory / "adapter_config.json").is_file():
+            raise UserError(
+                f"{self._directory}: holds adapter_config.json; an adapter is not read here, and "
+                "the weights without it are another model. Merge it into the weights, give it as "
+                "student.lora.path, or move its files away"
+            )
+        if index.is_file():
+            try:
+                self._file_of = dict(json.loads(index.read_bytes())["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                raise UserError(
+                    f"{index}: not an index of safetensors files ({error}); download it again"
+                ) from None
+            if single.is_file() and SINGLE not in self._file_of.values():
+                raise UserError(
+                    f"{self._directory}: holds two sets of weights, {SINGLE} and the files of "
+                    f"{INDEX}; move away the wrong one"
+                )
+        elif single.is_file():
+            self._file_of = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+        else:
+            raise UserError(
+                f"{self._directory}: neither {SINGLE} nor {INDEX}; download the weights"
+            )
+        self.stacks_experts = are_stacked(self._architecture, self._file_of)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._open.clear()
+
+    def check(self) -> None:
+        """Refuse a missing, misshapen or additional tensor; every rank checks all of them."""
+        architecture = self._architecture
+        shapes = file_shapes(architecture, self.stacks_experts)
+        wanted = mxfp4.stored_shapes(shapes, self._file_of)
+        hint = (
+            f"the model is {architecture.model_type} with {architecture.num_layers} layers of "
+            f"{architecture.hidden_size}: give a complete checkpoint of this architecture"
+        )
+        for name, shape in wanted.items():
+            if name not in self._file_of:
+                raise UserError(f"{self._directory}: tensor {name} is missing; {hint}")
+            view = self._view(name)
+            found, dtype = tuple(view.get_shape()), view.get_dtype()
+            if found != shape:
+                raise UserError(
+                    f"{self._path(name)}: tensor {name} has shape {found}, expected {shape}; {hint}"
+                )
+            allowed = (mxfp4.DTYPE,) if name.endswith(mxfp4.PARTS) else _DTYPES
+            if dtype not in allowed:
+                raise UserError(
+                    f"{self._path(name)}: tensor {name} has dtype {dtype}, expected one of "
+                    f"{', '.join(allowed)}; convert quantized weights first"
+                )
+        head = tensors.HEAD
+        ignored = {head} if architecture.tied else set()
+        for name in self._file_of.keys() - wanted.keys() - ignored:
+            carried = name.startswith(architecture.family.carried)
+            if not carried and not name.endswith("rotary_emb.inv_freq"):
+                raise UserError(
+                    f"{self._path(name)}: tensor {name} has no place in the model; {hint}"
+                )
+        embedding = next(iter(wanted))
+        if architecture.tied and self.holds(head) and not self._repeats_embedding(embedding):
+            raise UserError(
+                f"{self._path(head)}: {head} differs from {embedding}, but config.json says "
+                "tie_word_embeddings=true, with which it would not be read; set that to false, or "
+                f"remove {head}"
+            )
+
+    def _repeats_embedding(self, name: str) -> bool:
+        """Whether the head is the embedding, by blocks of rows, evenly spaced over both."""
+        head, embedding = self._view(tensors.HEAD), self._view(name)
+        rows = head.get_shape()[0]
+        if head.get_shape() != embedding.get_shape():
+            return False
+        starts = {block * max(0, rows - _ROWS) // (_BLOCKS - 1) for block in range(_BLOCKS)}
+        return all(torch.equal(head[at : at + _ROWS], embedding[at : at + _ROWS]) for at in starts)
+
+    def holds(self, name: str) -> bool:
+        return self._file_name(name) in self._file_of
+
+    def dtype(self, name: str) -> str:
+        dtype = self._view(self._file_name(name)).get_dtype()
+        return BF16 if dtype == mxfp4.DTYPE else dtype
+
+    def _file_name(self, name: str) -> str:
+        """The tensor in the files that holds one of the model's, or its blocks in MXFP4."""
+        found = place(name, self._architecture, self.stacks_experts)
+        if found is None:
+            return name
+        blocks, _ = mxfp4.parts_of(found.stack)
+        return blocks if blocks in self._file_of else found.stack
+
+    def carried(self) -> list[str]:
+        """The tensors that belong to other parts of the model; a UserError if one is missing."""
+        carried = self._architecture.family.carried
+        names = sorted(name for name in self._file_of if name.startswith(carried))
+        for name in names:
+            self._view(name)
+        return names
+
+    def copy(self, name: str) -> Tensor:
+        """A whole tensor as it is in the file."""
+        return self._handle(self._file_of[name]).get_tensor(name)
+
+    def unread(self) -> list[str]:
+        """Files of weights in the directory that hold none of the model's tensors."""
+        files = (path for path in self._directory.iterdir() if path.suffix in _OTHER_WEIGHTS)
+        return sorted({path.name for path in files} - set(self._file_of.values()))
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """A slice of each dimension of a tensor; only these bytes are read from the file, and all
+        of an expert's where it has gate and up in turn."""
+        found = place(name, self._architecture, self.stacks_experts)
+        name = self._file_name(name)
+        view = self._handle(self._file_of[name]).get_slice(name)
+        if found is None:
+            tensor = view[part]
+        elif name == found.stack:
+            tensor = found.of(view)
+        else:
+            scales = self._view(mxfp4.parts_of(found.stack)[1])[found.expert]
+            rows = view[found.expert][found.rows], scales[found.rows]
+            tensor = mxfp4.dequantised(*rows)
+        if self.fault is None and not is_finite(tensor):
+            self.fault = f"{self._path(name)}: tensor {name} holds NaN or infinity; replace it"
+        return tensor
+
+    def _view(self, name: str) -> Any:
+        try:
+            return self._handle(self._file_of[name]).get_slice(name)
+        except SafetensorError:
+            raise UserError(
+                f"{self._path(name)}: tensor {name} is not in this file, but {INDEX} lists it "
+                "here; download both again"
+            ) from None
+
+    def _path(self, name: str) -> Path:
+        return self._directory / self._file_of[name]
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            path = self._directory / file
+            if not path.is_file():
+                raise UserError(f"{path}: no such file, but {INDEX} lists it; download it")
+            try:
+                self._open[file] = safe_open(path, framework="pt").__enter__()
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"{path}: not readable, probably truncated ({path.stat().st_size} bytes): "
+                    f"{error}; copy or download it again"
+                ) from None
+        return self._open[file]
