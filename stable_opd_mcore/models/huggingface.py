@@ -185,12 +185,15 @@ def _export_types(
     architecture: Architecture, dtype: torch.dtype, base: TensorFiles | None
 ) -> dict[str, torch.dtype]:
     """The type in which each tensor is written."""
-    types: dict[str, torch.dtype] = {}
-    for entry in tensors.canonical_parameters(architecture):
-        for name in entry.hf_names:
-            is_bf16 = base is not None and base.holds(name) and base.dtype(name) == BF16
-            types[name] = torch.float32 if entry.fp32 and not is_bf16 else dtype
-    return types
+
+    def is_bf16(name: str) -> bool:
+        return base is not None and base.holds(name) and base.dtype(name) == BF16
+
+    return {
+        name: torch.float32 if entry.fp32 and not is_bf16(name) else dtype
+        for entry in tensors.canonical_parameters(architecture)
+        for name in entry.hf_names
+    }
 
 
 def _typed(chunks: Sequence[Module], types: dict[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:

@@ -151,11 +151,12 @@ class TensorFiles:
         return sorted({path.name for path in files} - set(self._file_of.values()))
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """A slice of each dimension of a tensor; only these bytes are read from the file, and all
-        of an expert's where it has gate and up in turn."""
+        """A slice of each dimension of a tensor. Only these bytes are read from the file; where a
+        stack interleaves an expert's gate and up, both are read."""
         found = place(name, self._architecture, self.stacks_experts)
+        assert found is None or part == (slice(None),), "an expert is not cut"
         name = self._file_name(name)
-        view = self._handle(self._file_of[name]).get_slice(name)
+        view = self._view(name)
         if found is None:
             tensor = view[part]
         elif name == found.stack:
