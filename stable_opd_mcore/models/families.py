@@ -151,7 +151,7 @@ def read_architecture(
     mxfp4 = family.stacked_experts and is_mxfp4(settings)
     if mxfp4:
         settings = {key: each for key, each in settings.items() if key != "quantization_config"}
-    fields = Fields(origin, decoder_settings(settings))
+    fields = Fields(origin, family.with_defaults(decoder_settings(settings)))
     _refuse_unsupported(fields, family)
     heads, groups, head_dim = _heads(fields)
     types = read_layer_types(
@@ -198,7 +198,7 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     """Raise a UserError for a setting that switches something on which the family lacks."""
     model_type = fields.values["model_type"]
     for key, wanted in family.supported.items():
-        found = fields.get(key, family.defaults.get(key, wanted))
+        found = fields.values[key]
         if found != wanted:
             raise UserError(
                 f"{fields.origin}: {key}={found!r} is not supported for {model_type}; "
@@ -255,7 +255,7 @@ def _experts(fields: Fields, family: Family) -> Experts:
     return Experts(
         number,
         per_token,
-        normalised=bool(fields.get("norm_topk_prob", family.normalised)),
+        normalised=bool(fields.get("norm_topk_prob", False)),
         shared_width=(
             fields.count("shared_expert_intermediate_size") if family.shared_expert else None
         ),

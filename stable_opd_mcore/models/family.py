@@ -18,11 +18,10 @@ class Family:
     qkv_bias: bool
     qk_norm: bool
     supported: Mapping[str, Any]  # key of config.json -> its only implemented value
-    # What a missing key of `supported` means, where that is not the implemented value
+    # Key of config.json -> what a missing one means, where that is not the implemented value
     defaults: Mapping[str, Any] = field(default_factory=dict)
     expert_width: str | None = None  # the key of the experts' width; None: one dense MLP a layer
     shared_expert: bool = False  # each layer also has an expert for every token, times a gate
-    normalised: bool = False  # Experts.normalised, if config.json says nothing
     nested: bool = False  # settings in text_config, tensors in model.language_model
     # RMSNorm multiplies by 1 + weight, except inside a gated delta net
     zero_centred_norms: bool = False
@@ -40,6 +39,10 @@ class Family:
     joined_delta_nets: bool = False
     # Prefixes of the tensors of other parts of the model, which are not built but copied on export
     carried: tuple[str, ...] = ()
+
+    def with_defaults(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The decoder's settings, and the values of the keys that config.json lacks."""
+        return {**self.supported, **self.defaults, **settings}
 
     @property
     def prefix(self) -> str:
@@ -76,10 +79,12 @@ _GPT_OSS = {
 _SHARED_EXPERT: dict[str, Any] = {
     "expert_width": "moe_intermediate_size",
     "shared_expert": True,
-    "normalised": True,
 }
-_QWEN3_5_MOE: dict[str, Any] = _QWEN3_5 | _SHARED_EXPERT
-_QWEN3_5_MOE["supported"] = _QWEN3_5["supported"] | {"norm_topk_prob": True}
+_QWEN3_5_MOE: dict[str, Any] = {
+    **_QWEN3_5,
+    **_SHARED_EXPERT,
+    "supported": _QWEN3_5["supported"] | {"norm_topk_prob": True},
+}
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, supported=_PLAIN),
     "qwen3": Family(
@@ -110,6 +115,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         supported=_PLAIN | _NO_ATTENTION_BIAS | _ALL_LAYERS_SPARSE,
+        defaults={"norm_topk_prob": True},
         joined_delta_nets=True,
         carried=("mtp.",),
         **_HYBRID,
@@ -121,7 +127,6 @@ FAMILIES: dict[str, Family] = {
         qk_norm=False,
         supported=_PLAIN | _GPT_OSS,
         expert_width="intermediate_size",
-        normalised=True,
         sliding_windows=True,
         sinks=True,
         biases=True,
