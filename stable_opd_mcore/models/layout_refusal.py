@@ -1,7 +1,8 @@
-"""Which grids of ranks can hold a model."""
+"""Which grids of ranks can hold a model, and which models can have low-rank factors."""
 
 from __future__ import annotations
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture
 
 
@@ -24,8 +25,8 @@ def layout_refusal(
                 f"{architecture.model_type} model: choose a tensor size among "
                 f"{_divisors(architecture.num_key_value_heads)}"
             )
-    needs_whole = "a gated delta net" if net is not None else "an attention sink"
     if context > 1 and (net is not None or architecture.family.sinks):
+        needs_whole = "a gated delta net" if net is not None else "an attention sink"
         return (
             f"parallel.context={context}: {needs_whole} of this "
             f"{architecture.model_type} model needs whole sequences on a rank; set "
@@ -52,6 +53,16 @@ def layout_refusal(
             "parallel.sequence=true"
         )
     return None
+
+
+def refuse_factors(architecture: Architecture) -> None:
+    """Raise a UserError for a model that `student.lora` cannot adapt yet."""
+    if architecture.family.stacked_experts or architecture.family.shared_expert:
+        raise UserError(
+            f"student.lora: the experts of this {architecture.model_type} model, which are "
+            "interleaved in its files or shared, have no factors yet; set student.lora=null, or "
+            "take another student"
+        )
 
 
 def _cut_over_tensor_ranks(architecture: Architecture) -> dict[str, int]:

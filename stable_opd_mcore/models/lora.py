@@ -30,6 +30,7 @@ from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.factors import Factors, Which, add_to_output, factors_of
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import FactorList, unwrap
+from stable_opd_mcore.models.layout_refusal import refuse_factors
 from stable_opd_mcore.models.weights import (
     Exchange,
     architecture_of,
@@ -60,12 +61,7 @@ def adapt(
         UserError: a matrix, or a family, that has no factors yet.
     """
     for model in map(unwrap, chunks):
-        family = model.architecture.family
-        if family.stacked_experts or family.shared_expert:
-            raise UserError(
-                f"student.lora: the experts of {model.architecture.model_type}, which are "
-                "interleaved in its files or shared, have no factors yet; set student.lora=null"
-            )
+        refuse_factors(model.architecture)
         model.requires_grad_(False)
         by_linear: dict[str, list[Factors]] = {}
         for name, weight, entry in list(described_parameters([model])):

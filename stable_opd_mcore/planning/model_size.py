@@ -11,8 +11,8 @@ rows of the stored embedding, t tensor ranks.
 
 from dataclasses import dataclass
 
-from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.layout_refusal import refuse_factors
 from stable_opd_mcore.planning.layout import Layout
 
 # Bytes of a parameter's weight and of its Adam state: fp32 weights, which with fp32 are the
@@ -112,11 +112,7 @@ class ModelSize:
         """Parameters of the low-rank factors in one stage's layers, without those of experts."""
         model, net, t = self.architecture, self.architecture.delta_net, self.layout.tensor
         hidden, delta_layers = model.hidden_size, self.delta_layers(stage)
-        if model.family.stacked_experts or model.family.shared_expert:
-            raise UserError(
-                f"student.lora with a {model.model_type} model: its experts have no factors yet; "
-                "set student.lora=null, or take another student"
-            )
+        refuse_factors(model)
         # A of a matrix that is cut by rows, and B of one that is cut by columns, are whole.
         heads = self.gated_width + self.query_width + 2 * self.key_width
         layers = (self.layers_per_stage - delta_layers) * (4 * hidden + heads // t)
