@@ -26,7 +26,7 @@ from stable_opd_mcore.models.hidden_states import FactorList, HiddenStatesGPTMod
 from stable_opd_mcore.models.layout_refusal import layout_refusal
 from stable_opd_mcore.models.linear import emulate_fp8
 from stable_opd_mcore.models.rotary import RotaryByPosition
-from stable_opd_mcore.models.sinks import quick_gelu, refuse_sinks_on_device
+from stable_opd_mcore.models.sinks import refuse_sinks_on_device
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
 from stable_opd_mcore.models.weights import described_parameters, mark_shards, random_weights
 from stable_opd_mcore.parallel.world import World
@@ -180,10 +180,15 @@ def _activation_config(family: Family, *, fused: bool) -> dict[str, Any]:
         return {"gated_linear_unit": True, "activation_func": silu, "use_te_activation_func": fused}
     return {
         "gated_linear_unit": True,
-        "activation_func": quick_gelu,
+        "activation_func": _quick_gelu,
         "activation_func_clamp_value": family.glu_limit,
         "glu_linear_offset": 1.0,
     }
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    """x · sigmoid(1.702 x). Megatron's own is compiled again when the number of tokens changes."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 def _layout_config(world: World) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Attention sinks and sliding windows in plain torch, and the experts' clamped activation.
+"""Attention sinks and sliding windows in plain torch.
 
 A sink is a learned logit of a head. It takes part in the softmax over a token's scores and has no
 value, so a head may attend to nothing. A sliding window lets a token read only the last tokens.
-The model of both is gpt-oss. Transformer Engine has its own form, with the same parameter.
+gpt-oss has both. Transformer Engine computes them itself, from a parameter of the same name.
 
 Letters: N sequences, G key-value groups with R query heads each, T queries and S keys of a
 sequence, D head size, A = G R query heads of this tensor rank.
@@ -27,7 +27,7 @@ _CUDNN = 91800  # 9.18
 
 
 class Sinks(Module):
-    """The sinks of a layer, in place of Megatron's `core_attention`, whose names it has."""
+    """The sinks of a layer. It replaces Megatron's `core_attention`, with the same parameter."""
 
     def __init__(self, config: Any, pg_collection: Any, **unused: Any) -> None:
         super().__init__()
@@ -109,8 +109,3 @@ def refuse_sinks_on_device() -> None:
             f"with sinks over packed sequences needs {_CUDNN}: install a newer cuDNN, or take a "
             "model without sinks"
         )
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    """x · sigmoid(1.702 x), the activation of an expert's gate."""
-    return x * torch.sigmoid(1.702 * x)
