@@ -1,10 +1,9 @@
-"""Experts in the files of a model that hold those of a layer in one tensor.
+"""Stacks: tensors of a model's files, each of which holds matrices of all experts of a layer.
 
-In gpt-oss's files `experts.gate_up_proj` is [E, H, 2 F] with columns of gate and up in turn,
-`experts.down_proj` [E, F, H], and each has a `..._bias` without the H or F that is multiplied. In
-Qwen3.5-MoE's published files they are [E, 2 F, H], gate before up, and [E, H, F]; transformers also
-writes each of its matrices by itself. In the trainer every expert's matrices have names of their
-own (tensors.py).
+In gpt-oss's files `experts.gate_up_proj` is [E, H, 2 F], with columns of gate and up in turn, and
+`experts.down_proj` is [E, F, H]. Their biases, `..._bias`, are [E, 2 F] and [E, H]. In
+Qwen3.5-MoE's published files the two are [E, 2 F, H], gate before up, and [E, H, F]; transformers
+may also write one tensor for each matrix of an expert, as the trainer names them (tensors.py).
 
 E experts, F width of one, H hidden size.
 """
@@ -37,19 +36,19 @@ class Place:
 
     stack: str
     expert: int
-    rows: slice  # of the expert's part, transposed if is_transposed
-    matrices: int  # of an expert in the stack
+    rows: slice  # its rows in the expert's part of the stack, once that is transposed back
+    matrices: int  # how many matrices of one expert the stack holds
     is_transposed: bool
 
     def of(self, stack: Any) -> Tensor:
-        """A view of it in the stack; `stack` may also be a file's, which is read there."""
+        """The matrix or bias in `stack`: a view of a tensor, or read from a file's `get_slice`."""
         if self.is_transposed:
             return stack[self.expert].t()[self.rows]
         return stack[self.expert, self.rows]
 
 
 def place(name: str, architecture: Architecture, is_stacked: bool) -> Place | None:
-    """Where the files have a tensor of the model; None: by itself."""
+    """Where a stack holds a tensor of the model; None: the tensor is in no stack."""
     match = _EXPERT.fullmatch(name)
     if match is None or not is_stacked:
         return None

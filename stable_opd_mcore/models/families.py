@@ -26,7 +26,7 @@ class Experts:
     number: int
     per_token: int
     normalised: bool  # the probabilities of a token's chosen experts are divided by their sum
-    shared_width: int | None  # of the expert that every token passes; None: there is none
+    shared_width: int | None  # width of the expert that every token passes; None: no such expert
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class Architecture:
     initializer_range: float
     delta_net: DeltaNet | None  # sizes of its gated delta nets; None: it has none
     delta_layers: tuple[int, ...]  # indices, from 0, of the layers with a gated delta net
-    sliding_window: int | None  # tokens, itself included, that a token of these layers reads:
-    sliding_layers: tuple[int, ...]  # indices from 0
-    mxfp4: bool = field(compare=False)  # its files hold the experts in MXFP4, as no export does
+    sliding_window: int | None  # tokens, itself included, that a token reads in sliding_layers
+    sliding_layers: tuple[int, ...]  # indices, from 0, of the layers with a sliding window
+    mxfp4: bool = field(compare=False)  # its files hold the experts in MXFP4; an export never does
     source: dict[str, Any] = field(compare=False, repr=False)  # config.json itself, for export
 
     @property

@@ -21,19 +21,21 @@ class Family:
     # Key of config.json -> what a missing one means, where that is not the implemented value
     defaults: Mapping[str, Any] = field(default_factory=dict)
     expert_width: str | None = None  # the key of the experts' width; None: one dense MLP a layer
-    shared_expert: bool = False  # each layer also has an expert for every token, times a gate
+    shared_expert: bool = False  # every token also passes one more expert, which has a gate
     nested: bool = False  # settings in text_config, tensors in model.language_model
     # RMSNorm multiplies by 1 + weight, except inside a gated delta net
     zero_centred_norms: bool = False
-    gated_attention: bool = False  # q_proj also gives a gate for each query head's output
+    # The output of each query head is multiplied by a gate, whose rows are in q_proj
+    gated_attention: bool = False
     rotary_share: float = 1.0  # rotated share of a head's elements, if config.json gives none
     delta_nets: bool = False  # layers of type linear_attention have a gated delta net instead
     sliding_windows: bool = False  # layers of type sliding_attention read only the last tokens
-    sinks: bool = False  # a learned logit of each head takes part in the attention's softmax
+    sinks: bool = False  # each head has a sink (sinks.py)
     biases: bool = False  # the attention's output, the router and the experts have biases
-    # Gate and up are clamped to it; an expert's product is gate · sigmoid(1.702 gate) · (up + 1)
+    # The bound of an expert's gate and up, whose product is gate · sigmoid(1.702 gate) · (up + 1);
+    # None: the product is SwiGLU's, without a bound
     glu_limit: float | None = None
-    # One tensor holds a matrix of all experts of a layer, transposed, gate and up interleaved
+    # Files stack the experts of a layer in one tensor, transposed, with gate and up interleaved
     stacked_experts: bool = False
     # Files hold the delta nets' q, k, v and z in one tensor, by key heads, and b and a in another
     joined_delta_nets: bool = False

@@ -112,8 +112,8 @@ def export_hf(
 
     Args:
         base: the model directory where training began. Its tensors of other parts of the model are
-            copied, weights that every model keeps in fp32 are written in the type that they have
-            there, and the experts of a layer are stacked if they are there.
+            copied. Weights that every model keeps in fp32 are written in the type that they have
+            there. The experts of a layer are stacked if they are stacked there.
 
     Raises:
         UserError: a weight is not finite, `base` cannot be read, or the directory cannot be
@@ -158,7 +158,11 @@ def _write_model(
     save_tokenizer: Callable[[Path], object],
     max_file_bytes: int,
 ) -> None:
-    """The part of `export_hf` on rank 0; `base` None: there is nothing to copy from it."""
+    """Gather and write the model, on rank 0.
+
+    Args:
+        base: the opened files of the model that tensors are copied from; None: none are copied.
+    """
     architecture, dtype = architecture_of(chunks), unwrap(chunks[0]).config.params_dtype
     types = _export_types(architecture, dtype, base)
     is_stacked = base.stacks_experts if base else architecture.family.stacked_experts

@@ -45,7 +45,7 @@ def read_layer_types(
 
 
 def _usual_types(fields: Fields, number: int, *, delta_nets: bool) -> list[str]:
-    """The default of transformers: each few layers end with full attention."""
+    """transformers' default: every second or fourth layer, or as configured, has full attention."""
     every = fields.count("full_attention_interval", 4) if delta_nets else 2
     other = LINEAR if delta_nets else SLIDING
     return [FULL if (i + 1) % every == 0 else other for i in range(number)]

@@ -30,7 +30,7 @@ def parts_of(stack: str) -> tuple[str, str]:
 def stored_shapes(
     shapes: Mapping[str, tuple[int, ...]], names: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of files with tensors of these names: those of the two in place of a stack."""
+    """`shapes`, with those of blocks and scales for each stack that `names` has in MXFP4."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         blocks, scales = parts_of(name)

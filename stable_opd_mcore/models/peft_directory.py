@@ -77,8 +77,8 @@ def export_adapter(
     for name, a_RI, b_OR in iter_factors(chunks):
         if dist.get_rank() == 0:
             own_rank = a_RI.shape[0]
-            # The file has one rank for all pairs. A smaller pair gets zeros, and B is multiplied to
-            # make up for the file's smaller alpha / rank.
+            # The file has one rank for all pairs. A smaller pair is padded with zeros, and its B is
+            # multiplied, because PEFT divides alpha by the file's rank.
             padded_a_RI = a_RI.new_zeros(rank, a_RI.shape[1], device="cpu")
             padded_a_RI[:own_rank] = a_RI
             padded_b_OR = b_OR.new_zeros(b_OR.shape[0], rank, device="cpu")
@@ -107,7 +107,7 @@ def tensor_name(name: str, which: Which) -> str:
 def adapter_config(
     kept: Mapping[str, Tensor], rank: int, alpha: float, base: str | None
 ) -> dict[str, Any]:
-    """What PEFT writes to adapter_config.json next to these tensors."""
+    """The fields of adapter_config.json for the tensors `kept`, as PEFT writes them."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

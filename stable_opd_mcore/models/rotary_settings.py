@@ -18,9 +18,10 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """Stretched rotary frequencies: "linear" divides all, "llama3" and "yarn" only the low ones.
+    """How rotary frequencies are stretched, so that a model reads a longer window.
 
-    "yarn" also makes the attention sharper (Peng et al., "YaRN", 2023, equations 20 to 22).
+    "linear" divides every frequency by `factor`; "llama3" and "yarn" divide only low frequencies.
+    "yarn" also multiplies the attention's scores (Peng et al., "YaRN", 2023, equations 20 to 22).
     """
 
     kind: str
@@ -28,17 +29,17 @@ class RotaryScaling:
     low_freq_factor: float = 1.0  # "llama3"
     high_freq_factor: float = 4.0  # "llama3"
     original_max_positions: int = 8192
-    beta_fast: float = 32.0  # "yarn", as are all that follow
+    beta_fast: float = 32.0  # "yarn", as are the fields below
     beta_slow: float = 1.0
     truncate: bool = True  # the blend begins and ends at whole indices of frequencies
-    attention_factor: float = 1.0  # queries are multiplied by it, and so are keys
+    attention_factor: float = 1.0  # multiplies queries and keys
 
 
 @dataclass(frozen=True)
 class Rotary:
     """How queries and keys are rotated."""
 
-    size: int  # the first elements of a head, which are rotated; others stay as they are
+    size: int  # how many elements of a head are rotated: its first ones
     theta: float
     scaling: RotaryScaling | None
 
@@ -73,8 +74,8 @@ class Rotary:
 
 
 def _yarn_kept(rotary: Rotary, scaling: RotaryScaling) -> Tensor:
-    """The share of each frequency that is not stretched: 1 for those that turn `beta_fast` times in
-    the original window, 0 for those that turn `beta_slow` times, linear in between."""
+    """The share of each frequency that is not divided. It is 1 where a frequency turns `beta_fast`
+    times or more in the original window, 0 at `beta_slow` times or less, and linear in between."""
     import torch
 
     def place(turns: float) -> float:

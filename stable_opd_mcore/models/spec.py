@@ -114,7 +114,7 @@ def _torch_layer(
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     layer.submodules.self_attention.module = TorchSelfAttention
     attention = layer.submodules.self_attention.submodules
-    # TorchSelfAttention has it built in
+    # TorchSelfAttention computes the attention itself and only needs the layer's sinks.
     attention.core_attention = Sinks if architecture.family.sinks else IdentityOp
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm

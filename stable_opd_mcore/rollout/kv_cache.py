@@ -74,7 +74,7 @@ class KVCache:
         Args:
             queries_and_key: [T, B, G, R + 1, D]: a group's key comes after its queries.
             scale: what scores are multiplied by; None: 1/sqrt(D).
-            sinks, window: of the layer (models/sinks.py); a window goes with sinks.
+            sinks, window: the layer's (models/sinks.py). Only a layer with sinks has a window.
         """
         T, B, G, heads, D = queries_and_key.shape
         R = heads - 1
