@@ -12,6 +12,7 @@ stand-in over `scontrol`, because there is no accounting database.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import random
@@ -132,6 +133,7 @@ class SlurmCluster:
                 daemon.wait(timeout=10)
             except subprocess.TimeoutExpired:
                 daemon.kill()
+        self._kill_processes()
 
     def submit(
         self,
@@ -189,10 +191,7 @@ class SlurmCluster:
     def lose_node(self, node: str) -> None:
         """Simulate a power cut: kill the daemon and all processes of its jobs."""
         self._daemons.pop(f"slurmd-{node}").kill()
-        of_the_node = {"SLURMD_NODENAME": node, "SLURM_CONF": self.env["SLURM_CONF"]}
-        for pid, _, environment in running():
-            if of_the_node.items() <= environment.items():
-                os.kill(pid, signal.SIGKILL)
+        self._kill_processes(SLURMD_NODENAME=node)
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=power")
 
     def set_link(self, node: str, state: str) -> None:
@@ -242,6 +241,17 @@ class SlurmCluster:
                 stderr=output,
                 start_new_session=True,
             )
+
+    def _kill_processes(self, **variables: str) -> None:
+        """Kill the cluster's processes that have these environment variables, its jobs' included.
+
+        Slurm may lose a process of a job, such as a stopped rank, and leave it running.
+        """
+        wanted = variables | {"SLURM_CONF": self.env["SLURM_CONF"]}
+        for pid, _, environment in running():
+            if wanted.items() <= environment.items():
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(pid, signal.SIGKILL)
 
     def _run(self, *command: str, check: bool) -> subprocess.CompletedProcess[str]:
         answer = subprocess.run(command, env=self.env, capture_output=True, text=True)

@@ -1,9 +1,12 @@
 """Faults of the site or of the user on a real Slurm: the right verdict at the first attempt."""
 
 import re
+import signal
+import subprocess
 
 import pytest
 
+from tests.integration.slurm_cluster import SlurmCluster, nodes_here
 from tests.integration.slurm_run import PATIENCE_SECONDS, Run
 
 pytestmark = pytest.mark.cluster
@@ -70,3 +73,11 @@ def test_a_task_of_an_array_is_queued_again_without_the_others(cluster, tmp_path
     assert cluster.field(f"{job}_1", "Restarts") == "0"
     assert not first.verdicts() or first.verdicts()[0]["verdict"] == "done"
     cluster.call("scancel", job)
+
+
+def test_a_process_that_slurm_has_lost_ends_with_the_cluster(cluster, tmp_path):
+    """`cluster` skips the test without Slurm."""
+    with SlurmCluster(tmp_path / "cluster", nodes_here(["n1"])) as own:
+        lost = subprocess.Popen(["sleep", "600"], env=own.env)
+        lost.send_signal(signal.SIGSTOP)
+    assert lost.wait(60) == -signal.SIGKILL
