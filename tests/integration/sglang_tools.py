@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from stable_opd_mcore.serving.process import free_port
+from stable_opd_mcore.serving.process import SglangServer, free_port
 from tests.integration.hosts import Host
 from tests.integration.with_constants import run_with_constants
 from tests.parallel.launch import start_process
@@ -173,6 +173,18 @@ def training_command(directory: Path, name: str, *overrides: str) -> list[str]:
         "evaluation.every=0",
         *overrides,
     ]
+
+
+@contextlib.contextmanager
+def started(*servers: SglangServer) -> Iterator[None]:
+    """The servers run inside the block. All start at once, because starting one takes a while."""
+    with ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+            server.start()
+        for server in servers:
+            server.wait_until_healthy()
+        yield
 
 
 def serve(directory: Path, name: str, *overrides: str, at: Host | None = None) -> Process:

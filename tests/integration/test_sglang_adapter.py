@@ -4,7 +4,6 @@ The trainer has two tensor ranks.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from tests.integration.sglang_tools import (
     architecture,
     events,
     needs_sglang,
+    started,
 )
 from tests.parallel.launch import run_ranks
 from tests.shares import weights_of
@@ -74,15 +74,11 @@ def test_servers_answer_through_the_factors_of_each_version(tmp_path):
     (tmp_path / "key").write_text("secret\n")
     config = config_of(tmp_path, "servers", ["http://127.0.0.1:9"])
     model = write_model_config(read_architecture(FIELDS), tmp_path / "model")
-    with ExitStack() as stack:
-        servers = []
-        for tensor in (1, 2):
-            options = server_options(config, model, 0, (), tensor, "cpu")
-            servers.append(SglangServer(options, tmp_path / f"server_{tensor}.log"))
-            stack.callback(servers[-1].stop)
-            servers[-1].start()
-        for server in servers:
-            server.wait_until_healthy()
+    servers = []
+    for tensor in (1, 2):
+        options = server_options(config, model, 0, (), tensor, "cpu")
+        servers.append(SglangServer(options, tmp_path / f"server_{tensor}.log"))
+    with started(*servers):
         run_ranks(2, publish_and_sample, str(tmp_path), [server.url for server in servers])
     found = [(event["event"], event["detail"]) for event in events(tmp_path / "run")]
     published = [detail for event, detail in found if event == "published"]

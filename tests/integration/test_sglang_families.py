@@ -1,7 +1,7 @@
 """Weights of every family from TP2 x PP2 trainers to SGLang servers of two ranks, bit for bit."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from tests.integration.sglang_tools import (
     architecture,
     events,
     needs_sglang,
+    started,
 )
 from tests.parallel.launch import run_ranks
 from tests.shares import weights_of
@@ -65,13 +66,8 @@ EXPERTS = {**DENSE, "expert": 2, "sequence": True}
 )
 def test_families_arrive_bit_exactly(tmp_path, names):
     """Two publishes with different weights; one that is not bit-exact fails."""
-    with ExitStack() as stack:
-        servers = [_server(tmp_path / name, FAMILIES[name]) for name in names]
-        for server in servers:  # all at once, for starting one takes a while
-            stack.callback(server.stop)
-            server.start()
-        for server in servers:
-            server.wait_until_healthy()
+    servers = [_server(tmp_path / name, FAMILIES[name]) for name in names]
+    with started(*servers):
         urls = {name: server.url for name, server in zip(names, servers, strict=True)}
         run_ranks(4, _publish_all, str(tmp_path), urls)
     for name in names:

@@ -46,6 +46,7 @@ from tests.integration.sglang_tools import (
     rollouts,
     rows,
     serve,
+    started,
     train,
     urls_of,
     wait_until,
@@ -76,12 +77,10 @@ def server(world, chunks, tmp_path_factory) -> Iterator[SglangServer]:
         arguments=(*SERVER_ARGUMENTS, "--preferred-sampling-params", '{"top_k": 1}'),
     )
     server = SglangServer(options, directory / "server.log")
-    server.start()
-    server.wait_until_healthy()
-    yield server
-    pid = server.pid
-    assert pid is not None
-    server.stop()
+    with started(server):
+        yield server
+        pid = server.pid
+        assert pid is not None
     wait_until(lambda: not group_lives(pid), "its workers end with it")
 
 
