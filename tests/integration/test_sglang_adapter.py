@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch.nn import Module
 
 from stable_opd_mcore.config.load import parse_config
@@ -39,6 +38,7 @@ from tests.integration.sglang_tools import (
     needs_sglang,
     started,
 )
+from tests.models import tiny
 from tests.parallel.launch import run_ranks
 from tests.shares import weights_of
 
@@ -124,11 +124,7 @@ def student(world: World, rank: int) -> Sequence[Module]:
 
 def publish(engine: SglangEngine, chunks: Sequence[Module], version: int) -> float:
     """Publish other factors; returns the bytes that this rank has sent."""
-    torch.manual_seed(version)
-    with torch.no_grad():
-        for factors in factors_of(chunks):
-            for b_OR in factors.B:
-                b_OR.normal_(std=0.2)
+    tiny.redraw_factors(chunks, version)
     engine.publish(version)
     sent = engine.take_metrics().get("engine/sync_bytes")
     return 0.0 if sent is None else sent.value() or 0.0

@@ -35,6 +35,7 @@ from tests.integration.sglang_tools import (
     needs_sglang,
     wait_until,
 )
+from tests.models import tiny
 from tests.parallel.launch import run_ranks
 from tests.shares import weights_of
 
@@ -54,13 +55,12 @@ class Student(NamedTuple):
     def publish(self) -> int:
         """Change what is trained and publish it; returns its version."""
         version = len(self.weights)
-        torch.manual_seed(version)
-        factors = [b_OR for each in factors_of(self.chunks) for b_OR in each.B]
-        with torch.no_grad():
-            for b_OR in factors:
-                b_OR.normal_(std=0.1)
-            for parameter in () if factors else self.chunks[0].parameters():
-                parameter.mul_(1.1)
+        if factors_of(self.chunks):
+            tiny.redraw_factors(self.chunks, version, std=0.1)
+        else:
+            with torch.no_grad():
+                for parameter in self.chunks[0].parameters():
+                    parameter.mul_(1.1)
         state = self.chunks[0].state_dict()
         self.weights[version] = {k: v.clone() for k, v in state.items() if v is not None}
         self.engine.publish(version)

@@ -69,17 +69,9 @@ def test_the_files_are_the_trained_model(model_type, num_matrices, world: World,
     assert settings["base_model_name_or_path"] == "the/base"
     assert len(settings["target_modules"]) == num_matrices
     model = tiny.transformer(fields, 0)
-    add(model, load_file(tmp_path / "adapter" / "adapter_model.safetensors"), settings)
+    tiny.add_adapter(model, load_file(tmp_path / "adapter" / "adapter_model.safetensors"), settings)
     found, tolerance = logprobs_by_transformers(model), 2 * tiny.tolerance(chunks[0].architecture)
     torch.testing.assert_close(found, logprobs_of(chunks), rtol=0, atol=tolerance)
-
-
-def add(model: Any, pairs: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    """PEFT's arithmetic on transformers' own weights."""
-    for name in [name for name in pairs if ".lora_A." in name]:
-        linear = model.get_submodule(name.removeprefix("base_model.model.").split(".lora_A")[0])
-        product = pairs[name.replace("lora_A", "lora_B")] @ pairs[name]
-        linear.weight.data += settings["lora_alpha"] / settings["r"] * product
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "qwen3_5_text"])

@@ -1,4 +1,4 @@
-"""Tiny architectures and packed micro-batches that the tests of models/ and parallel/ share."""
+"""Tiny architectures, low-rank factors and packed micro-batches that many tests share."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from stable_opd_mcore.models.expert_stacks import file_shapes, stacked
 from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.models.lora import factors_of
 from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.records import MicroBatch
 
@@ -113,6 +114,23 @@ def transformer(fields: dict[str, Any], seed: int) -> PreTrainedModel:
     """The model of transformers with these fields of config.json and random weights."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).eval()
+
+
+def redraw_factors(chunks: Sequence[Module], seed: int, std: float = 0.2) -> None:
+    """Give the model other low-rank factors: their matrices B are drawn anew."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for factors in factors_of(chunks):
+            for b_OR in factors.B:
+                b_OR.normal_(std=std)
+
+
+def add_adapter(model: Module, pairs: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    """PEFT's arithmetic on transformers' own weights."""
+    for name in [name for name in pairs if ".lora_A." in name]:
+        linear = model.get_submodule(name.removeprefix("base_model.model.").split(".lora_A")[0])
+        product = pairs[name.replace("lora_A", "lora_B")] @ pairs[name]
+        linear.weight.data += settings["lora_alpha"] / settings["r"] * product
 
 
 def file_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:

@@ -109,23 +109,15 @@ class _State:
         return {"meta_info": {"cached_tokens": len(cached) if cached == self._cached else 0}}
 
     def _scores(self, body: dict[str, Any]) -> dict[str, Any]:
-        import transformers  # here, because it takes seconds and few receivers score
+        from tests.models import tiny  # here, because it takes seconds and few receivers score
 
-        fields = dict(self._architecture.source)
-        config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        weights = {name: tensor.float() for name, tensor in self._tensors.items()}
+        model = tiny.transformer(dict(self._architecture.source), seed=0)
+        model.load_state_dict(self._tensors)  # in fp32
         if body["lora_path"] is not None and self._fault != "forgets adapters":
             settings, factors = self._adapters[body["lora_path"]]
-            for name, a_RI in factors.items():
-                if "lora_A" in name:
-                    matrix = name.removeprefix("base_model.model.").replace(".lora_A", "")
-                    product = factors[name.replace("lora_A", "lora_B")].float() @ a_RI.float()
-                    scaled = settings["lora_alpha"] / settings["r"] * product
-                    weights[matrix] = weights[matrix] + scaled
-        model.load_state_dict(weights)
+            tiny.add_adapter(model, {n: own.float() for n, own in factors.items()}, settings)
         with torch.no_grad():
-            (logits_TV,) = model.eval()(torch.tensor([body["input_ids"]])).logits
+            (logits_TV,) = model(torch.tensor([body["input_ids"]])).logits
         start = body["logprob_start_len"]
         pairs = zip(logits_TV.log_softmax(1)[start:], body["input_ids"][start + 1 :], strict=False)
         scored = [[float(row_V[token]), token, None] for row_V, token in pairs]

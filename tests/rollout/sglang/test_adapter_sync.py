@@ -14,6 +14,7 @@ from stable_opd_mcore.rollout.sglang.sync import Outcome
 from stable_opd_mcore.rollout.sglang.transports import Target, TensorTransport
 from stable_opd_mcore.serving.client import SglangClient
 from tests.integration.sglang_tools import architecture
+from tests.models import tiny
 from tests.rollout.weight_receiver import receiver
 
 pytestmark = pytest.mark.slow
@@ -30,11 +31,7 @@ def sync(world) -> AdapterSync:
 
 
 def push(sync: AdapterSync, urls: Sequence[str], version: int) -> Outcome:
-    torch.manual_seed(version)
-    with torch.no_grad():
-        for factors in factors_of(sync.chunks):
-            for b_OR in factors.B:
-                b_OR.normal_(std=0.2)
+    tiny.redraw_factors(sync.chunks, version)
     targets = [Target(f"receiver_{n}", SglangClient(url), 1) for n, url in enumerate(urls)]
     return sync.push(targets, TensorTransport(60.0), version=version, label=str(version))
 
