@@ -167,6 +167,6 @@ def test_a_stop_token_whose_row_was_never_trained_is_found_with_low_rank_factors
     assert (
         finding.values[0][1] == finding.values[1][1] == inputs.pair.student.named_all(tuple(stops))
     )
-    head[stops] += 0.1  # in each of the elements
+    head[stops] += 0.1  # every element of their rows
     save_file(tensors, f"{path}/model.safetensors")
     assert list(model_directories.untrained_stops(inputs)) == []

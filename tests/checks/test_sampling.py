@@ -110,7 +110,7 @@ def test_the_teacher_s_window_holds_exactly_what_it_says(tmp_path):
         fits = inputs_of(tmp_path, teacher=served, sampling={"max_new_tokens": tokens})
         assert len(list(sampling.teacher_window(fits))) == findings
     (tmp_path / "game.py").write_text("def episode(row, seed):\n    yield None\n")
-    episodes = {"environment": {"function": f"{tmp_path}/game.py:episode"}}  # up to the window
+    episodes = {"environment": {"function": f"{tmp_path}/game.py:episode"}}  # as long as the window
     assert list(sampling.teacher_window(inputs_of(tmp_path, **episodes))) == []
     (found,) = sampling.teacher_window(inputs_of(tmp_path, teacher=served, **episodes))
     assert [value for _, value in found.values] == ["121", "128"]

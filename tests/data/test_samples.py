@@ -134,7 +134,7 @@ def test_a_loop_ends_with_its_turn():
     turns = (Turn(33, "length"), Turn(20, "length", (6,)), Turn(20, "stop", (6,)))
     (sample,) = rollout_samples([replace(rollout(PROMPTS[0], (4,) * 73), turns=turns)])
     assert sample.repetitive.tolist() == [True] * 33 + [False] * 40
-    own = replace(PROMPTS[0], max_new_tokens=40)  # of a turn: a shorter loop counts
+    own = replace(PROMPTS[0], max_new_tokens=40)  # tokens of a turn, so a shorter loop counts
     (sample,) = rollout_samples([replace(rollout(own, (4,) * 73), turns=turns)])
     assert sample.repetitive.all()
 

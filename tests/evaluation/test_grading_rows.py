@@ -153,7 +153,7 @@ def test_lines_that_are_no_row_are_refused(line, reason):
     assert str(refused.value).isprintable()
 
 
-def test_of_an_episode_the_last_turn_is_the_response():
+def test_the_response_of_an_episode_is_its_last_turn():
     turns = [
         {"num_tokens": 3, "finish_reason": "length"},
         {"num_tokens": 1, "finish_reason": "stop"},
@@ -161,7 +161,7 @@ def test_of_an_episode_the_last_turn_is_the_response():
     episode = {"t": [4, 5, 6, 7], "f": "length", "turns": turns}
     row = parsed(**OF_A_RUN, **episode)
     assert (row.tokens, row.finish) == ([7], "stop")
-    assert parsed(**episode).tokens == [4, 5, 6, 7]  # of no run: anything may be named so
+    assert parsed(**episode).tokens == [4, 5, 6, 7]  # outside a run `turns` is any column
     assert parsed(Columns("r"), **OF_A_RUN, **episode).tokens is None
     with pytest.raises(RowError, match=r"column turns is \[7\]: expected the turns of an episode"):
         parsed(**OF_A_RUN, turns=[7])

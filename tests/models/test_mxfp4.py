@@ -30,7 +30,7 @@ def test_every_code_at_every_exponent_is_that_of_transformers() -> None:
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
-    """A directory as OpenAI publishes it, without the biases' and the other tensors' values."""
+    """A directory in the format that OpenAI publishes, with random matrices."""
     directory = tmp_path / "packed"
     model = tiny.transformer(FIELDS, seed=1).bfloat16()
     model.save_pretrained(directory)

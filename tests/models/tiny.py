@@ -37,7 +37,7 @@ DELTA_NETS = {  # three layers of four
     },
 }
 GPT_OSS = {
-    "intermediate_size": 20,  # not square, for the files hold an expert's matrices transposed
+    "intermediate_size": 20,  # not square, because files hold an expert's matrices transposed
     "num_local_experts": 8,
     "num_experts_per_tok": 3,
     "sliding_window": 5,  # shorter than most sequences
@@ -73,7 +73,7 @@ VOCAB_SIZE = 53  # no multiple of any tensor size: the vocabulary is padded
 
 
 def tolerance(architecture: Architecture) -> float:
-    """Of comparisons in fp32: rounding errors grow where delta nets normalise keys."""
+    """The tolerance in fp32: rounding errors grow where delta nets normalise keys."""
     return 1e-5 if architecture.delta_net is None else 1e-4
 
 

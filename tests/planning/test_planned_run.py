@@ -40,13 +40,13 @@ def test_episodes_have_several_turns_of_tokens_up_to_the_window(tmp_path):
     (tmp_path / "game.py").write_text(GAME)
     game = (f"environment.function={tmp_path}/game.py:episode", "sampling.max_new_tokens=512")
 
-    def run(turns: int, window: int = 4096) -> PlannedRun:
-        settings = (f"environment.max_turns={turns}", f"student.window={window}")
+    def run(turns: int, *more: str) -> PlannedRun:
+        settings = (f"environment.max_turns={turns}", "student.window=4096", *more)
         return planned_run(config_7b(tmp_path, *game, *settings), NODE)
 
     assert run(1).work == Work(response_tokens=256)
     assert run(1).longest == 256 + 512
-    few = run(4)  # of which two are played on average
+    few = run(4)  # two of the four turns are played on average
     assert few.work == Work(response_tokens=2 * 256, observed_tokens=256)
     assert (few.longest, few.longest_sampled) == (256 + 4 * 512 + 3 * 256, 4 * 512)
     many = run(40)
@@ -54,9 +54,9 @@ def test_episodes_have_several_turns_of_tokens_up_to_the_window(tmp_path):
     assert many.longest_sampled == 4096 - 256
     assert many.response_rows == many.sequences * many.work.response_tokens
     assert "observed tokens of an episode" in Plan(many).table()
-    game = (*game, "environment.max_new_tokens=64")  # its turns', not those of the responses
-    assert run(4).work == Work(response_tokens=2 * 32, observed_tokens=256)
-    assert run(4).longest_sampled == 4 * 64
+    short = run(4, "environment.max_new_tokens=64")  # instead of sampling.max_new_tokens
+    assert short.work == Work(response_tokens=2 * 32, observed_tokens=256)
+    assert short.longest_sampled == 4 * 64
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ SINKS = tiny_architecture(
 )
 OF_SINKS = {name: parallel for name, parallel in LAYOUTS.items() if "context" not in parallel}
 AHEAD = {"max_staleness": 1, "partial": True}
-# That run has a student with experts, a dense teacher, and no rollouts ahead.
+# Layout and sections of what the run through LAYOUTS lacks: rollouts ahead, and a dense student.
 OTHERS: dict[str, tuple[dict, dict]] = {
     "ahead": ({"expert": 4, "tensor": 2, "sequence": True}, {"rollout": ROLLOUT | AHEAD}),
     "dense_student": (

@@ -64,7 +64,7 @@ def test_shares_accuracy_and_truncation_of_each_source_and_teacher():
 
 
 def test_truncation_is_of_turns_as_over_all_rollouts(world):
-    """Of episodes too, in one context or two, and without a token; of plain responses."""
+    """Sources of episodes, in one context or two and without a token, and of plain responses."""
     cut, ended = Turn(2, "length"), Turn(2, "stop")
     anew = replace(cut, before=(8, 8), restarts=True)
     episodes = [(cut, ended, anew), (ended, ended), (anew, ended), (Turn(0, "length"),)]
