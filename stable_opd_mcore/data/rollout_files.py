@@ -55,6 +55,7 @@ class _PromptColumns(_Columns):
     opens_thinking: bool
     token_ids: _TokenIds = Field(alias="prompt_token_ids")
     golden_token_ids: _TokenIds | None
+    max_new_tokens: int | None = None  # where a turn has a limit of its own
 
 
 class _Segment(BaseModel):
@@ -140,6 +141,8 @@ def encode_rollout(rollout: Rollout) -> bytes:
         del row["segments"]
     if rollout.has_one_turn:
         del row["turns"]
+    if prompt.max_new_tokens is None:
+        del row["max_new_tokens"]
     return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 

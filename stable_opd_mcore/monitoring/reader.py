@@ -54,12 +54,14 @@ def stored_steps(directory: Path) -> list[int]:
 
 
 def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None) -> dict[str, Any]:
-    """What the list shows of the `index`-th rollout of a step's file; `budget`: its longest turn.
+    """What the list shows of the `index`-th rollout of a step's file. Its longest turn has `budget`
+    tokens unless its prompt says how many.
 
     Repetition and compression are those of the last turn.
     """
     start = len(rollout.token_ids) - rollout.turns[-1].num_tokens
-    loop = tail_loop(rollout.token_ids[start:], min_length=min_loop_tokens(budget))
+    least = min_loop_tokens(rollout.prompt.max_new_tokens or budget)
+    loop = tail_loop(rollout.token_ids[start:], min_length=least)
     parts = [[part.num_tokens, part.weight_version] for part in rollout.segments]
     text = rollout.text.encode("utf-8", "surrogatepass")
     return {

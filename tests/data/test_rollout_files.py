@@ -65,8 +65,13 @@ def test_round_trip_is_exact(tmp_path):
 
 
 def test_turns_come_back(tmp_path):
-    write_rollouts(tmp_path / "x.jsonl", EPISODES)
-    assert read_rollouts(tmp_path / "x.jsonl") == EPISODES
+    limits = [64, None, 1]  # of a turn; they do not count where prompts are compared
+    prompts = [replace(EPISODES[0].prompt, max_new_tokens=limit) for limit in limits]
+    given = [replace(one, prompt=own) for one, own in zip(EPISODES, prompts, strict=True)]
+    write_rollouts(tmp_path / "x.jsonl", given)
+    found = read_rollouts(tmp_path / "x.jsonl")
+    assert found == EPISODES
+    assert [one.prompt.max_new_tokens for one in found] == limits
     assert len({one.turns for one in EPISODES}) == 3
 
 

@@ -5,6 +5,8 @@ import gzip
 import json
 from dataclasses import replace
 
+import pytest
+
 from stable_opd_mcore.data.rollout_files import write_rollouts
 from stable_opd_mcore.data.token_files import TokenText, write_tokens
 from stable_opd_mcore.host.run_directory import RunDirectory
@@ -13,6 +15,7 @@ from stable_opd_mcore.monitoring.reader import (
     MIN_STEPS,
     Limits,
     _chosen_steps,
+    complete_rollouts,
     detail,
     embedded,
     listed,
@@ -54,6 +57,16 @@ def test_the_list_says_what_happened():
     }
     assert record["snippet"] == "1+1"
     assert record["compression"] > 4 > 1 > listed(rollout(), 1, 12, 4, None)["compression"]
+
+
+@pytest.mark.parametrize(("own", "repeats"), [(None, 0), (1024, 0), (64, 20)])
+def test_the_limit_of_a_turn_decides_how_long_a_loop_is(tmp_path, own, repeats):
+    """A quarter of it, at most 32 tokens; the prompt's own limit goes before the run's."""
+    given = rollout(ids=(1, 2) + (9,) * 20)
+    given = replace(given, prompt=replace(given.prompt, max_new_tokens=own))
+    write_rollouts(tmp_path / "stored.jsonl", [given])
+    (stored,) = complete_rollouts(tmp_path / "stored.jsonl")
+    assert listed(stored, 0, 1, 0, 1024)["repeats"] == repeats
 
 
 def test_tokens_have_their_text_and_values():
