@@ -189,7 +189,7 @@ def _family(origin: str, settings: Mapping[str, Any]) -> Family:
             f"{origin}: model_type {model_type!r} is not supported; "
             f"take a model of one of these types: {', '.join(sorted(FAMILIES))}"
         )
-    if FAMILIES[model_type].nested and not isinstance(settings.get("text_config"), Mapping):
+    if FAMILIES[model_type].text_type and not isinstance(settings.get("text_config"), Mapping):
         raise UserError(f"{origin}: no text_config, which a {model_type} config needs; add it")
     return FAMILIES[model_type]
 

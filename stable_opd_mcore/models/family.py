@@ -22,7 +22,9 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     expert_width: str | None = None  # the key of the experts' width; None: one dense MLP a layer
     shared_expert: bool = False  # every token also passes one more expert, which has a gate
-    nested: bool = False  # settings in text_config, tensors in model.language_model
+    # The model_type of the decoder by itself, where a model has other parts: its settings are in
+    # text_config, its tensors in model.language_model
+    text_type: str | None = None
     # RMSNorm multiplies by 1 + weight, except inside a gated delta net
     zero_centred_norms: bool = False
     # The output of each query head is multiplied by a gate, whose rows are in q_proj
@@ -49,7 +51,7 @@ class Family:
     @property
     def prefix(self) -> str:
         """What the names of the decoder's tensors begin with."""
-        return "model.language_model." if self.nested else "model."
+        return "model.language_model." if self.text_type else "model."
 
 
 _PLAIN = {
@@ -60,6 +62,11 @@ _PLAIN = {
 }
 _NO_ATTENTION_BIAS = {"attention_bias": False}
 _ALL_LAYERS_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_QWEN3: dict[str, Any] = {
+    "qkv_bias": False,
+    "qk_norm": True,
+    "supported": _PLAIN | _NO_ATTENTION_BIAS,
+}
 _HYBRID: dict[str, Any] = {
     "qkv_bias": False,
     "qk_norm": True,
@@ -89,9 +96,8 @@ _QWEN3_5_MOE: dict[str, Any] = {
 }
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, supported=_PLAIN),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, supported=_PLAIN | _NO_ATTENTION_BIAS
-    ),
+    "qwen3": Family("Qwen3ForCausalLM", **_QWEN3),
+    "qwen3_vl": Family("Qwen3ForCausalLM", text_type="qwen3", carried=("model.visual.",), **_QWEN3),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         qkv_bias=False,
@@ -110,9 +116,9 @@ FAMILIES: dict[str, Family] = {
         defaults={"sliding_window": 4096},
     ),
     # Qwen3.5, 3.6 and 3.8: as published, and as transformers saves the text model by itself
-    "qwen3_5": Family("Qwen3_5ForCausalLM", nested=True, **_QWEN3_5),
+    "qwen3_5": Family("Qwen3_5ForCausalLM", text_type="qwen3_5_text", **_QWEN3_5),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_QWEN3_5),
-    "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM", nested=True, **_QWEN3_5_MOE),
+    "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM", text_type="qwen3_5_moe_text", **_QWEN3_5_MOE),
     "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", **_QWEN3_5_MOE),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",

@@ -28,7 +28,7 @@ def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path
     settings = {**architecture.source}
     name = str(dtype).removeprefix("torch.")
     settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = name
-    if architecture.family.nested:
+    if architecture.family.text_type:
         settings["text_config"] = {**settings["text_config"], "dtype": name}
     text = json.dumps(settings, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")

@@ -42,7 +42,15 @@ pytestmark = [needs_sglang, pytest.mark.cluster]
 
 FAMILIES = {  # the student of the other files is an untied qwen2
     "qwen2_tied": architecture("qwen2", tied=True),
-    "qwen3": architecture("qwen3", tied=True, head_dim=16),
+    "qwen3_vl": {  # served as a qwen3
+        "model_type": "qwen3_vl",
+        "text_config": architecture(
+            "qwen3_vl_text",
+            head_dim=16,
+            rope_scaling={"rope_type": "default", "mrope_section": [4, 2, 2]},
+        ),
+        "tie_word_embeddings": True,
+    },
     "llama": architecture("llama", tied=False, intermediate_size=80),  # padded by the server
     "qwen3_moe": architecture(
         "qwen3_moe",
@@ -61,7 +69,7 @@ EXPERTS = {**DENSE, "expert": 2, "sequence": True}
 
 @pytest.mark.parametrize(
     "names",
-    [("qwen2_tied", "qwen3"), ("llama", "qwen3_moe")],
+    [("qwen2_tied", "qwen3_vl"), ("llama", "qwen3_moe")],
     ids="-".join,
 )
 def test_families_arrive_bit_exactly(tmp_path, names):

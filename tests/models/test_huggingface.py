@@ -14,7 +14,6 @@ import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
@@ -51,6 +50,9 @@ MODELS = {model_type: tiny.config(model_type) for model_type in FAMILIES} | {
     "llama": tiny.config("llama", num_key_value_heads=4),
     "llama 3.1": tiny.config("llama", rope_parameters=LLAMA3),
     "qwen3 yarn": tiny.config("qwen3", rope_parameters=YARN),
+    "qwen3_vl tied yarn": tiny.config(
+        "qwen3_vl", tie_word_embeddings=True, rope_parameters=tiny.SECTIONS | YARN
+    ),
     "llama yarn": tiny.config("llama", rope_parameters=YARN | YARN_OF_DEEPSEEK),
     "llama linear": tiny.config(
         "llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
@@ -61,10 +63,7 @@ MODELS = {model_type: tiny.config(model_type) for model_type in FAMILIES} | {
 def _save_transformers_model(fields: dict, directory: Path, *, stacked: bool = False):
     """stacked: as published, where experts are stacked as in memory, and multi-token prediction has
     tensors that transformers ignores."""
-    torch.manual_seed(1)
-    kind = AutoConfig.for_model(**fields)
-    auto = AutoModelForImageTextToText if "vision_config" in fields else AutoModelForCausalLM
-    model = auto.from_config(kind).eval()
+    model = tiny.transformer(fields, seed=1)
     # Random norms and biases: their initial ones and zeros would hide that they are not loaded.
     with torch.no_grad():
         for name, weight in model.named_parameters():

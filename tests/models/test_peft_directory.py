@@ -57,7 +57,8 @@ def logprobs_by_transformers(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "num_matrices"), [("qwen2", 7), ("qwen3", 7), ("llama", 7), ("qwen3_5_text", 12)]
+    ("model_type", "num_matrices"),
+    [("qwen2", 7), ("qwen3_vl", 7), ("llama", 7), ("qwen3_5_text", 12)],
 )
 def test_the_files_are_the_trained_model(model_type, num_matrices, world: World, tmp_path) -> None:
     fields = tiny.config(model_type)
@@ -74,7 +75,7 @@ def test_the_files_are_the_trained_model(model_type, num_matrices, world: World,
     torch.testing.assert_close(found, logprobs_of(chunks), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_moe", "qwen3_5_text"])
 def test_peft_loads_the_files(model_type, world: World, tmp_path) -> None:
     peft = pytest.importorskip("peft")
     fields = tiny.config(model_type)

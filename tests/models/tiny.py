@@ -6,7 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from stable_opd_mcore.models.expert_stacks import file_shapes, stacked
 from stable_opd_mcore.models.families import Architecture, read_architecture
@@ -52,6 +57,12 @@ GPT_OSS = {
         "original_max_position_embeddings": 64,
     },
 }
+SECTIONS = {  # head_dim / 2 frequencies
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
 VISION = {
     "depth": 1,
     "hidden_size": 8,
@@ -64,6 +75,7 @@ VISION = {
 OF_FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3_moe": EXPERTS | ALL_LAYERS,
+    "qwen3_vl_text": {"rope_parameters": SECTIONS},
     "qwen3_5_text": DELTA_NETS,
     "qwen3_5_moe_text": DELTA_NETS | EXPERTS | SHARED,
     "gpt_oss": GPT_OSS,
@@ -79,7 +91,7 @@ def tolerance(architecture: Architecture) -> float:
 
 def config(model_type: str, **changes: Any) -> dict[str, Any]:
     """The fields of a config.json with four layers; `changes` of its decoder."""
-    if model_type in ("qwen3_5", "qwen3_5_moe"):
+    if model_type in ("qwen3_5", "qwen3_5_moe", "qwen3_vl"):
         text = config(f"{model_type}_text", **changes)
         return {
             "model_type": model_type,
@@ -113,7 +125,8 @@ def architecture(model_type: str, **changes: Any) -> Architecture:
 def transformer(fields: dict[str, Any], seed: int) -> PreTrainedModel:
     """The model of transformers with these fields of config.json and random weights."""
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).eval()
+    auto = AutoModelForImageTextToText if "vision_config" in fields else AutoModelForCausalLM
+    return auto.from_config(AutoConfig.for_model(**fields)).eval()
 
 
 def redraw_factors(chunks: Sequence[Module], seed: int, std: float = 0.2) -> None:

@@ -36,7 +36,7 @@ from tests.parallel.launch import run_ranks
 
 pytestmark = pytest.mark.slow
 
-TIED, QWEN3, MOE, DELTA = "qwen2 tied", "qwen3", "qwen3_moe", "qwen3_5"
+TIED, QWEN3, MOE, DELTA = "qwen2 tied", "qwen3_vl", "qwen3_moe", "qwen3_5"
 SINKS, NEXT, DELTA_MOE = "gpt_oss", "qwen3_next", "qwen3_5_moe"
 LAYOUTS = {  # settings, and the models that have something of their own there
     "TP2": ({"tensor": 2}, (QWEN3, DELTA)),
@@ -48,7 +48,7 @@ LAYOUTS = {  # settings, and the models that have something of their own there
 }
 MODELS = {
     TIED: tiny.architecture("qwen2", tie_word_embeddings=True),
-    QWEN3: tiny.architecture("qwen3"),
+    QWEN3: tiny.architecture("qwen3_vl"),
     MOE: tiny.architecture("qwen3_moe"),
     DELTA: tiny.architecture("qwen3_5"),
     SINKS: tiny.architecture("gpt_oss"),

@@ -8,6 +8,7 @@ from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.models.family import FAMILIES
 from stable_opd_mcore.planning.hardware import Cluster
 from stable_opd_mcore.records import MicroBatch
 from tests.shares import sample_of, weights_of
@@ -101,9 +102,10 @@ def layers_of(family: str, layers: int = 4, **fields: Any) -> Architecture:
     fields = {"vocab_size": 152065, "max_position_embeddings": TOKENS, "rope_theta": 1e4} | fields
     is_mixed = family in ("qwen3_next", "qwen3_5_moe_text")
     shapes = SHAPES["qwen3_next"] if is_mixed else SHAPES.get(family, SHAPES["qwen3"])
-    return read_architecture(
-        {"model_type": family, "num_hidden_layers": layers, **shapes, **fields}
-    )
+    fields = {"num_hidden_layers": layers, **shapes, **fields}
+    if FAMILIES[family].text_type:
+        fields = {"text_config": fields}
+    return read_architecture({"model_type": family, **fields})
 
 
 def micro_batch(tokens: int = TOKENS) -> MicroBatch:

@@ -35,7 +35,7 @@ LAYOUTS = [  # family, tensor, pipeline, context, sequence, precision, recompute
     ("qwen3", 8, 1, 1, True, "bf16", "none"),
     ("qwen3", 8, 2, 1, True, "bf16", "none"),
     ("qwen3", 4, 1, 1, True, "bf16", "selective"),
-    ("qwen3", 2, 4, 1, False, "fp32", "none"),
+    ("qwen3_vl", 2, 4, 1, False, "fp32", "none"),
     ("llama", 4, 2, 1, True, "bf16", "full"),
     ("llama", 1, 1, 1, False, "bf16", "none"),
     ("qwen3_5_text", 4, 1, 1, True, "bf16", "selective"),

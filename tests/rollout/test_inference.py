@@ -29,7 +29,7 @@ def hidden_in_pieces(chunk: HiddenStatesGPTModel, tokens_T: Tensor, first: int) 
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "llama", "qwen3", "qwen3_moe", "qwen3_5", "gpt_oss", "qwen3_next"]
+    "family", ["qwen2", "llama", "qwen3_vl", "qwen3_moe", "qwen3_5", "gpt_oss", "qwen3_next"]
 )
 def test_hidden_states_are_those_of_the_trainers_forward_pass(world, family):
     (chunk,) = build_model(tiny.architecture(family), world, trainable=True, recompute="full")

@@ -104,12 +104,23 @@ def model_config(architecture: Architecture) -> dict[str, Any]:
     window = architecture.max_positions + UNUSED_POSITIONS
     own = {"eos_token_id": None, "max_position_embeddings": window}
     source = architecture.source
-    if architecture.family.nested:  # served without the parts that texts do not need
-        own |= {"tie_word_embeddings": architecture.tied}
-        source = {"model_type": f"{architecture.model_type}_text"} | source["text_config"]
+    if (text_type := architecture.family.text_type) is not None:
+        own |= {"tie_word_embeddings": architecture.tied, "model_type": text_type}
+        source = _without_sections(source["text_config"])
     if architecture.delta_net is not None:
         own |= {"full_attention_interval": _attention_interval(architecture)}
     return own_class | source | own
+
+
+def _without_sections(text: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a decoder that is served by itself. The sections of its rotary positions are
+    for images: all three positions of a text's token are equal."""
+    rotary = {
+        key: {name: each for name, each in text[key].items() if not name.startswith("mrope_")}
+        for key in ("rope_parameters", "rope_scaling")
+        if isinstance(text.get(key), dict)
+    }
+    return {**text, **rotary}
 
 
 def _attention_interval(architecture: Architecture) -> int:

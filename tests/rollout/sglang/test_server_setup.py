@@ -110,6 +110,11 @@ def test_a_model_with_other_parts_is_served_by_its_decoder():
     served = read_architecture(fields)
     assert (served.model_type, served.tied) == ("qwen3_5_text", True)
     assert served.max_positions == nested.max_positions + UNUSED_POSITIONS
+    text = read_architecture(tiny.config("qwen3_vl"))
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    wanted = tiny.config("qwen3") | {"rope_parameters": plain, "eos_token_id": None}
+    wanted |= {"max_position_embeddings": text.max_positions + UNUSED_POSITIONS}
+    assert model_config(text) == {"architectures": ["Qwen3ForCausalLM"], **wanted}
     irregular = ["full_attention", "linear_attention", "full_attention", "full_attention"]
     with pytest.raises(ValueError, match=r"only models with attention in every n-th layer"):
         model_config(read_architecture(tiny.config("qwen3_5", layer_types=irregular)))
