@@ -62,7 +62,7 @@ class _Adapter:
 
     name: str
     body: Mapping[str, Any]  # of the request that loads it, without the tensors
-    tensors: str  # the pickled factors in base64; a server takes a copy for each tensor rank
+    tensors: str  # the pickled factors in base64
     num_bytes: int  # of the factors
     text: Rollout  # sampled by the trainer
 
@@ -177,6 +177,7 @@ class AdapterSync:
         for old in _loaded_adapters(client):  # no request names one any more
             body = {"lora_name": old}
             client.call("POST", "/unload_lora_adapter", body, timeouts.UPDATE)
+        # SGLang's rank i reads entry i only, and cuts whole factors itself.
         copies = {"serialized_named_tensors": [adapter.tensors] * target.tensor}
         try:
             body = {**adapter.body, **copies}
