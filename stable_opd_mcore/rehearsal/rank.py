@@ -10,8 +10,10 @@ are rehearsed (worlds.py).
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -30,16 +32,18 @@ from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.planning.planned_run import PRIVILEGED_TOKENS
 from stable_opd_mcore.planning.topology import WEIGHT_BUCKET_BYTES, sends_adapter
-from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sampling, SequenceScores
 from stable_opd_mcore.rehearsal.fake_tensors import fake_tensors
 from stable_opd_mcore.rehearsal.fake_world import fake_world
 from stable_opd_mcore.rehearsal.host_waits import HostWaits
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.sglang.sync import make_buckets
 from stable_opd_mcore.rollout.sglang.transports import Buffers
+from stable_opd_mcore.serving import teacher
+from stable_opd_mcore.serving.requests import Scoring
 from stable_opd_mcore.train import reference, run_models, setup, step, update
 from stable_opd_mcore.train.persistence.state import TrainState
-from stable_opd_mcore.train.samples import collecting, sharing
+from stable_opd_mcore.train.samples import collecting, served_scores, sharing
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,8 @@ class _Inputs:
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """See `PromptSet.select`."""
         response = self.response()
-        teacher = self.config.teacher
-        has_own = teacher is not None and teacher.prompt is not None
+        settings = self.config.teacher
+        has_own = settings is not None and settings.prompt is not None
         own = (0,) * (self.prompt_tokens + PRIVILEGED_TOKENS) if has_own else None
         return [
             Prompt(
@@ -159,6 +163,28 @@ class _Engine(RolloutEngine):
             self.published_bytes = sum(bucket.flat.numel() for bucket in buckets)
 
 
+@dataclass(eq=False)
+class _TeacherServer:
+    """An `SglangClient` whose server gives every token probability 1."""
+
+    url: str
+    _: KW_ONLY
+    api_key: str | None = None
+
+    def submit(self, request: Scoring, *unused: Any) -> Future[SequenceScores]:
+        size, top_k = len(request.token_ids) - request.start, request.top_k
+        reply: Future[SequenceScores] = Future()
+        reply.set_result(
+            SequenceScores(
+                np.zeros(size, np.float32),
+                np.tile(np.arange(top_k, dtype=np.int32), (size, 1)),
+                np.zeros((size, top_k), np.float16),
+                np.zeros((size, len(request.extra_ids)), np.float32),
+            )
+        )
+        return reply
+
+
 @contextmanager
 def _absent(inputs: _Inputs) -> Iterator[None]:
     """Put `inputs` where the trainer reads tokenizer, data and rollouts."""
@@ -180,12 +206,14 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
     }
     with (
         patch.multiple(setup, **of_setup),
+        patch.multiple(teacher, SglangClient=_TeacherServer, read_api_key=lambda _: None),
         patch.object(run_models, "read_weights", lambda *unused: None),
         patch.object(reference, "read_weights", lambda *unused: None),
         patch.multiple(torch_ops, **of_loss),
         patch.object(output_head, "MAX_CPU_BLOCK_ELEMENTS", 2**62),  # blocks as on a GPU
         patch.object(clip_grads, "l2_norm_impl", lambda *unused: (torch.ones(1), None)),
         patch.object(collecting, "own_share", lambda _world, items: items),  # all ranks'
+        patch.object(served_scores, "dist", SimpleNamespace(get_rank=lambda _: 0)),  # it asks
         patch.object(sharing, "gather_objects", lambda item, _group: [item]),
         patch.object(sharing, "exchange_objects", _kept),
         patch.object(step, "reduce_row_metrics", _row_metrics),
