@@ -65,7 +65,6 @@ OF_A_COLD_START: Checks = {
     "run directory": (output_directory.other_settings,),
 }
 OF_A_RUN: Checks = {
-    "chat template": (transcripts.different_bridges,),
     "models": (
         model_directories.student_settings,
         model_directories.teacher_settings,
@@ -90,6 +89,7 @@ OF_A_RUN: Checks = {
         transcripts.tool_messages,
         transcripts.restarts,
     ),
+    "chat template": (transcripts.different_bridges,),
     "layout": (
         gpu_fit.layout,
         gpu_fit.memory,

@@ -33,8 +33,6 @@ def different_bridges(inputs: RunInputs) -> Iterator[Finding]:
         return
     bridge, of_teacher = Bridge(inputs.pair.student.tokenizer), Bridge(teacher.tokenizer)
     for role in sorted(_scored_roles(inputs)):
-        if bridge.refusal(role) is not None:  # another finding says so
-            continue
         if found := bridge.difference(of_teacher, role):
             yield finding("different-bridges", role=role, student=found[0], teacher=found[1])
 
@@ -44,6 +42,7 @@ def _scored_roles(inputs: RunInputs) -> frozenset[str]:
     its example episode, and `tool` if its file has such messages."""
     played = frozenset[str]().union(*(example.roles for example in inputs.example_episodes))
     if any(map(_names_tool, _played(inputs))):
+        tool_messages(inputs)  # nothing to compare where the student's template cannot write them
         played |= {"tool"}
     scores_golden = inputs.config.objective.on_policy_fraction < 1
     return played | inputs.prompts.roles_between() if scores_golden else played

@@ -20,6 +20,9 @@ NO_USERS = TEMPLATE.replace(
     "{{ raise_exception('No!') if messages[1:] and messages[-1].role == 'user' }}{% for",
     1,
 )
+NUMBERED = TEMPLATE.replace(
+    "<|im_end|>", "{{ ' again' if loop.index == 5 }}<|im_end|>"
+)  # no append
 ENDS_OTHERWISE = TEMPLATE.replace("<|im_end|>", "<|box_start|>")
 TURNS = [
     {"role": role, "content": content}
@@ -117,9 +120,9 @@ def test_a_long_piece_loses_its_middle_and_one_turn_is_no_transcript(tmp_path):
     assert the(report.findings, "the templates write another text around a tool message")
 
 
-def playing(tmp_path, function, objective=None, **models):
+def playing(tmp_path, function, objective=None, history="append", **models):
     (tmp_path / "game.py").write_text(GAME)
-    environment = {"function": f"{tmp_path}/game.py:{function}"}
+    environment = {"function": f"{tmp_path}/game.py:{function}", "history": history}
     sections = {"objective": objective or {"name": "opd"}, "environment": environment}
     return config_of(tmp_path, golden="last", sections=sections, **models)
 
@@ -159,13 +162,16 @@ TITLE = "the templates write another text"
 
 
 def test_a_teacher_of_episodes_writes_the_same_around_messages_that_continue_a_context(tmp_path):
-    for function, teacher, roles in (
-        ("episode", TEMPLATE, []),
-        ("episode", NO_TOOLS, []),
-        ("episode", OPENS, ["user"]),
-        ("restarting", OPENS, []),
+    rendered = {"student": NUMBERED, "history": "template"}
+    for function, teacher, roles, student in (
+        ("episode", TEMPLATE, [], {}),
+        ("episode", NO_TOOLS, [], {}),
+        ("episode", OPENS, ["user"], {}),
+        ("restarting", OPENS, [], {}),
+        ("episode", TEMPLATE, [], rendered),
+        ("episode", OPENS, ["user"], rendered),
     ):
-        inputs = RunInputs(playing(tmp_path, function, teacher=teacher), None)
+        inputs = RunInputs(playing(tmp_path, function, teacher=teacher, **student), None)
         titles = [finding.title for finding in different_bridges(inputs)]
         assert titles == [f"{TITLE} around a {role} message between two turns" for role in roles]
 
