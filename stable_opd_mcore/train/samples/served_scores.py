@@ -20,8 +20,8 @@ from stable_opd_mcore.train.run import Run
 
 
 def begin_scoring(run: Run, samples: list[Sample], step: int) -> Callable[[], list[Sample]]:
-    """Ask the served teacher, if there is one, about those samples whose scores the loss reads and
-    which have none. One rank of the replica asks.
+    """Ask the served teacher, if there is one, about those samples with sampled tokens whose scores
+    the loss reads and which have none. One rank of the replica asks.
 
     Returns:
         A function that waits for the scores and returns the samples with them. Collective over all
@@ -31,7 +31,11 @@ def begin_scoring(run: Run, samples: list[Sample], step: int) -> Callable[[], li
     if teacher is None:
         return lambda: samples
     asks = dist.get_rank(run.world.model_group) == 0
-    places = [i for i, one in enumerate(samples) if one.is_scored and one.teacher_scores is None]
+    places = [
+        place
+        for place, sample in enumerate(samples)
+        if sample.is_scored and sample.teacher_scores is None and len(sample.places)
+    ]
     replies = [teacher.ask(samples[place], step) for place in places if asks]
 
     def scored() -> list[Sample]:

@@ -24,6 +24,8 @@ from stable_opd_mcore.parallel.world import World, exchange_objects, gather_obje
 from stable_opd_mcore.records import MicroBatch, Sample
 from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
+_NOBODY = -1  # in place of a batch rank
+
 
 @dataclass(frozen=True)
 class Minibatch:
@@ -81,17 +83,21 @@ def share_out(
     """This rank's part of every minibatch. Collective over the data-parallel ranks.
 
     Ranks are balanced by the cost of their sequences, and of the teacher's where it has prompts of
-    its own: of those that are scored, and of all together.
+    its own: of those that are scored, and of all together. A sample without a sampled token counts
+    in the weights of the others, but no rank computes it.
 
     Args:
         samples: this rank's.
         facts: those of all samples.
         weights_of: the token weights of a whole minibatch, from its facts.
     """
-    trainer_B = np.empty(len(facts), np.int64)  # the batch rank that trains on the sample
+    trainer_B = np.full(len(facts), _NOBODY)  # the batch rank that trains on the sample
     own: list[NDArray[np.int64]] = []  # places of each minibatch
     weights: list[SampleWeights] = []
     for places in split_by_prompt(facts, num_minibatches):
+        weights_B = weights_of(facts.select(places))
+        with_rows = np.flatnonzero(facts.sampled_tokens_B[places])
+        places, weights_B = places[with_rows], weights_B.select(with_rows)
         part = facts.select(places)
         costs_B = costs_of(part.tokens_B)
         if part.teacher_tokens_B is not None:
@@ -101,7 +107,7 @@ def share_out(
             trainer_B[places[share]] = batch_rank
         mine = np.array(shares[world.batch_rank], np.int64)
         own.append(places[mine])
-        weights.append(weights_of(part).select(mine))
+        weights.append(weights_B.select(mine))
     held = collect(world, samples, facts, trainer_B)
     return [
         Minibatch(

@@ -64,6 +64,20 @@ def test_facts_are_in_the_order_of_the_prompts(world):
     assert [len(each.samples) for each in minibatches(world, with_rollouts=False)] == [3, 2]
 
 
+def test_an_episode_without_a_token_counts_in_the_weights_and_is_not_computed(world):
+    own = samples_of([0, 1])
+    own[1] = sample_of("rollout", "s:0", (0,), (), episode=1, slot=FIRST)
+    facts = gather_facts(world, own)
+    (whole,) = share_out(
+        *(world, own, facts, 1),
+        lambda part: weights_of(part, pg=np.arange(6) + part.turns_B.sum()),
+        lambda tokens_B: costs(tokens_B, 20.0),
+    )
+    assert sorted(whole.places.tolist()) == [0, 2, 3, 4, 5]
+    assert whole.samples == [own[facts.index_B[place]] for place in whole.places]
+    assert whole.weights.pg_B.tolist() == (whole.places + 6).tolist()
+
+
 def share_on_ranks(rank: int, world_size: int, directory: Path, context: int) -> None:
     world = start_world(ParallelConfig(context=context), seed=0)
     found = [minibatches(world), minibatches(world, with_rollouts=False)]
