@@ -23,7 +23,12 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-MODEL_FILES = (*TOKENIZER_FILES, "model.safetensors.index.json", "*.safetensors")
+IMAGE_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+MODEL_FILES = (*TOKENIZER_FILES, *IMAGE_FILES, "model.safetensors.index.json", "*.safetensors")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 

@@ -23,7 +23,7 @@ from stable_opd_mcore.models.expert_stacks import file_shapes, stacked
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.safetensors_files import BF16, INDEX, SINGLE, TensorFiles
-from stable_opd_mcore.models.small_files import write_config
+from stable_opd_mcore.models.small_files import copy_image_settings, write_config
 from stable_opd_mcore.models.weights import (
     architecture_of,
     fill_weights,
@@ -111,9 +111,10 @@ def export_hf(
     is complete, with the tokenizer's files from `save_tokenizer`.
 
     Args:
-        base: the model directory where training began. Its tensors of other parts of the model are
-            copied. Weights that every model keeps in fp32 are written in the type that they have
-            there. The experts of a layer are stacked if they are stacked there.
+        base: the model directory where training began. Its tensors of other parts of the model, and
+            its settings for images, are copied. Weights that every model keeps in fp32 are written
+            in the type that they have there. The experts of a layer are stacked if they are stacked
+            there.
 
     Raises:
         UserError: a weight is not finite, `base` cannot be read, or the directory cannot be
@@ -179,6 +180,8 @@ def _write_model(
         with atomic_directory(directory) as partial:
             _write_tensors(whole, sizes, partial, max_file_bytes)
             write_config(architecture, dtype, partial)
+            if base is not None:
+                copy_image_settings(base.directory, partial)
             save_tokenizer(partial)
     except (OSError, SafetensorError) as error:
         space = f"{describe_space(directory, sum(sizes.values()))}; make room there"

@@ -31,17 +31,17 @@ class TensorFiles:
     """The safetensors files of a directory, each opened when its first tensor is read."""
 
     def __init__(self, directory: Path, architecture: Architecture) -> None:
-        self._directory, self._architecture = directory, architecture
+        self.directory, self._architecture = directory, architecture
         self._file_of: dict[str, str] = {}
         self._open: dict[str, Any] = {}
         self.stacks_experts = False  # known once the files' names are
         self.fault: str | None = None  # the first tensor read with a value that is not finite
 
     def __enter__(self) -> TensorFiles:
-        index, single = self._directory / INDEX, self._directory / SINGLE
-        if (self._directory / "adapter_config.json").is_file():
+        index, single = self.directory / INDEX, self.directory / SINGLE
+        if (self.directory / "adapter_config.json").is_file():
             raise UserError(
-                f"{self._directory}: holds adapter_config.json; an adapter is not read here, and "
+                f"{self.directory}: holds adapter_config.json; an adapter is not read here, and "
                 "the weights without it are another model. Merge it into the weights, give it as "
                 "student.lora.path, or move its files away"
             )
@@ -54,15 +54,13 @@ class TensorFiles:
                 ) from None
             if single.is_file() and SINGLE not in self._file_of.values():
                 raise UserError(
-                    f"{self._directory}: holds two sets of weights, {SINGLE} and the files of "
+                    f"{self.directory}: holds two sets of weights, {SINGLE} and the files of "
                     f"{INDEX}; move away the wrong one"
                 )
         elif single.is_file():
             self._file_of = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
         else:
-            raise UserError(
-                f"{self._directory}: neither {SINGLE} nor {INDEX}; download the weights"
-            )
+            raise UserError(f"{self.directory}: neither {SINGLE} nor {INDEX}; download the weights")
         self.stacks_experts = are_stacked(self._architecture, self._file_of)
         return self
 
@@ -80,7 +78,7 @@ class TensorFiles:
         )
         for name, shape in wanted.items():
             if name not in self._file_of:
-                raise UserError(f"{self._directory}: tensor {name} is missing; {hint}")
+                raise UserError(f"{self.directory}: tensor {name} is missing; {hint}")
             view = self._view(name)
             found, dtype = tuple(view.get_shape()), view.get_dtype()
             if found != shape:
@@ -147,7 +145,7 @@ class TensorFiles:
 
     def unread(self) -> list[str]:
         """Files of weights in the directory that hold none of the model's tensors."""
-        files = (path for path in self._directory.iterdir() if path.suffix in _OTHER_WEIGHTS)
+        files = (path for path in self.directory.iterdir() if path.suffix in _OTHER_WEIGHTS)
         return sorted({path.name for path in files} - set(self._file_of.values()))
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
@@ -179,11 +177,11 @@ class TensorFiles:
             ) from None
 
     def _path(self, name: str) -> Path:
-        return self._directory / self._file_of[name]
+        return self.directory / self._file_of[name]
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
-            path = self._directory / file
+            path = self.directory / file
             if not path.is_file():
                 raise UserError(f"{path}: no such file, but {INDEX} lists it; download it")
             try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from stable_opd_mcore.host.hub import IMAGE_FILES
 from stable_opd_mcore.models.families import Architecture
 
 _TOKENIZER_FILES = (
@@ -36,6 +38,15 @@ def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copy the tokenizer and generation settings of one model directory to another."""
-    for file in _TOKENIZER_FILES:
+    _copy(source, directory, _TOKENIZER_FILES)
+
+
+def copy_image_settings(source: Path, directory: Path) -> None:
+    """Copy what says how images and videos become a model's inputs."""
+    _copy(source, directory, IMAGE_FILES)
+
+
+def _copy(source: Path, directory: Path, files: Sequence[str]) -> None:
+    for file in files:
         if (source / file).is_file():
             shutil.copy(source / file, directory / file)

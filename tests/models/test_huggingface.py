@@ -87,6 +87,7 @@ def test_logits_and_exported_weights_equal_transformers(
     stacked = name.endswith("stacked")
     transformers_model = _save_transformers_model(MODELS[name], tmp_path / "in", stacked=stacked)
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 1
+    (tmp_path / "in" / "preprocessor_config.json").write_text("{}")
     chunks = build_model(read_architecture(tmp_path / "in"), world, seed=None)
     load_hf(chunks, tmp_path / "in")
 
@@ -116,6 +117,8 @@ def test_logits_and_exported_weights_equal_transformers(
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[key], original[key]) for key in original)
+    has_other_parts = bool(chunks[0].architecture.family.carried)
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file() == has_other_parts
     again = type(transformers_model).from_pretrained(tmp_path / "out")
     with torch.no_grad():
         tokens = batch.tokens_T[None, :60]
