@@ -100,8 +100,9 @@ def run_jobs(jobs: Sequence[Job]) -> None:
     running: dict[Future, Job] = {}
     job_bars: dict[str, TaskID] = {}
     os.environ["OMP_NUM_THREADS"] = "1"  # more threads of the workers would compete for cores
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(WORKERS, spawn, end_with_parent) as pool, _progress() as bars:
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["stable_opd_mcore.train.loop"])  # the workers import it once
+    with ProcessPoolExecutor(WORKERS, forks, end_with_parent) as pool, _progress() as bars:
         total = bars.add_task("all runs", total=sum(job.steps for job in jobs))
         while waiting or running:
             for job in [job for job in waiting if finished.issuperset(job.after)]:

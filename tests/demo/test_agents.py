@@ -13,7 +13,7 @@ from rich.console import Console
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.synthetic import ArithmeticOptions
-from stable_opd_mcore.demo import runner
+from stable_opd_mcore.demo import agents, runner
 from stable_opd_mcore.demo.agents import ARMS, STARTS, agent_jobs, transcript
 from stable_opd_mcore.demo.recipe import HEAD, Job
 from stable_opd_mcore.demo.ring import FLOORS, SLIP, episode
@@ -95,6 +95,7 @@ def short(job: Job) -> Job:
     config["train"]["steps"] = STEPS
     config["rollout"]["prompts_per_step"] = 4
     config["evaluation"]["every"] = 0
+    config["data"]["train"][0]["options"]["rows"] = 4 * STEPS
     if job.arm:
         config["data"]["eval"]["options"]["rows"] = 4
         config["sampling"]["max_new_tokens"] = 12
@@ -107,6 +108,7 @@ def test_two_arms_of_two_steps(tmp_path: Path, monkeypatch, capsys):
         return [short(job) for job in jobs if job.arm in (None, "lsm", "opd_horizon")]
 
     monkeypatch.setattr(runner, "agent_jobs", few_jobs)
+    monkeypatch.setattr(agents, "NUM_DOCUMENTS", 4 * STEPS)
     runner.run_demo(tmp_path, 1, agents=True)
     summary = json.loads((tmp_path / "agents/summary.json").read_text())["arms"]
     assert [each["arm"] for each in summary] == ["lsm", "opd_horizon"]
