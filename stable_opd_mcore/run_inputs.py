@@ -347,14 +347,3 @@ def restart_problem(config: Config, rollouts: Sequence[Rollout]) -> str | None:
                 "remove teacher.prompt, or let the environment only continue the context"
             )
     return None
-
-
-def refuse_student_of_servers(config: Config, student: Architecture) -> None:
-    """Raise a UserError where rollout servers would serve a student whose weights they cannot get
-    yet."""
-    if config.rollout.engine == "sglang" and student.family.stacked_experts:
-        raise UserError(
-            f"rollout.engine=sglang: the weights of a {student.model_type} student cannot be sent "
-            "to servers yet, because these hold experts in stacks of another layout; set "
-            "rollout.engine=embedded, or replay with rollout.replay_from"
-        )

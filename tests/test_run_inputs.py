@@ -14,13 +14,11 @@ from stable_opd_mcore.run_inputs import (
     load_tokenizer,
     refuse_routing_without_experts,
     refuse_small_vocabulary,
-    refuse_student_of_servers,
     refuse_unused_expert_ranks,
     teacher_stop_ids,
     with_downloads,
 )
 from tests.hub_server import COMMIT, hub_server, use_hub
-from tests.models import tiny
 from tests.train.runs import tiny_architecture, tiny_config
 
 
@@ -115,15 +113,6 @@ def test_replaying_a_routing_that_does_not_exist_is_refused(tmp_path):
     message = r"rollout.routing_replay=true: the student \(qwen2\) has no experts"
     with pytest.raises(UserError, match=message):
         refuse_routing_without_experts(config, configured_architecture(config.student))
-
-
-def test_a_student_that_servers_cannot_get_is_refused(tmp_path):
-    student = {"architecture": tiny.config("gpt_oss", vocab_size=27)}
-    config = tiny_config(tmp_path, "run", student=student)
-    refuse_student_of_servers(config, configured_architecture(config.student))
-    served = tiny_config(tmp_path, "run", student=student, rollout={"engine": "sglang"})
-    with pytest.raises(UserError, match=r"rollout.engine=sglang: the weights of a gpt_oss student"):
-        refuse_student_of_servers(served, configured_architecture(served.student))
 
 
 def test_sources_follow_each_other_and_a_list_of_one_is_that_source(tmp_path):

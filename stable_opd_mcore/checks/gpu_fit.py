@@ -13,7 +13,6 @@ from stable_opd_mcore.planning.layout import layout_of, refuse_layout
 from stable_opd_mcore.planning.planned_run import plan_topology
 from stable_opd_mcore.run_inputs import (
     refuse_routing_without_experts,
-    refuse_student_of_servers,
     refuse_unused_expert_ranks,
 )
 
@@ -34,7 +33,6 @@ def layout(inputs: RunInputs) -> None:
             refuse_fp8(model, fp8, tensor=parallel.tensor, precision=precision)
     refuse_unused_expert_ranks(config, inputs.architecture)
     refuse_routing_without_experts(config, inputs.architecture)
-    refuse_student_of_servers(config, inputs.architecture)
     if place is not None:
         layout_of(parallel, place.cluster.trainer_gpus)
         if place.gpu in DEVICES or not place.on_gpu:

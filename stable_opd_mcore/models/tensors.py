@@ -204,7 +204,9 @@ def _mlp(architecture: Architecture) -> list[Parameter]:
     shared = [] if experts.shared_width is None else [_LAYER[name] for name in _SHARED_EXPERT]
     has_biases = architecture.family.biases
     router = [*_ROUTER_WITH_BIAS.values()] if has_biases else [_LAYER["mlp.router.weight"]]
-    each = (_expert(index, architecture).values() for index in range(experts.number))
+    each = [_expert(index, architecture).values() for index in range(experts.number)]
+    if architecture.family.stacked_experts:  # all of a stack, then the next one
+        each = zip(*each, strict=True)
     return [*shared, *router, *chain.from_iterable(each)]
 
 

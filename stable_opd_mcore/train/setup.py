@@ -28,7 +28,6 @@ from stable_opd_mcore.run_inputs import (
     prompt_order,
     refuse_long_support,
     refuse_routing_without_experts,
-    refuse_student_of_servers,
     teacher_stop_ids,
 )
 from stable_opd_mcore.train.phases import device_memory
@@ -82,7 +81,6 @@ def build_run(
     refuse_long_support(objective, tokenizer.vocab_size)
     architecture = configured_architecture(config.student)
     refuse_routing_without_experts(config, architecture)
-    refuse_student_of_servers(config, architecture)
     # What the run may need later is loaded now: the guard may raise beta and lambda from 0.
     widest = objective.with_loss_weights(config.largest_beta, config.largest_lambda)
     prompts = load_prompts(config, tokenizer, architecture, widest)

@@ -23,7 +23,7 @@ from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.sglang import publisher
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
-from stable_opd_mcore.rollout.sglang.server_setup import write_model_config
+from stable_opd_mcore.rollout.sglang.server_setup import family_arguments, write_model_config
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
 from tests.integration.sglang_tools import (
@@ -35,6 +35,7 @@ from tests.integration.sglang_tools import (
     needs_sglang,
     started,
 )
+from tests.models import tiny
 from tests.parallel.launch import run_ranks
 from tests.shares import weights_of
 
@@ -61,6 +62,12 @@ FAMILIES = {  # the student of the other files is an untied qwen2
         moe_intermediate_size=48,  # padded by the server
         norm_topk_prob=True,
     ),
+    "gpt_oss": architecture(
+        "gpt_oss",
+        tied=False,
+        **tiny.GPT_OSS
+        | {"head_dim": 16, "intermediate_size": 48, "layer_types": None},  # padded by the server
+    ),
 }
 ON_DISK = ("llama",)  # the others' weights are broadcast
 DENSE = {"tensor": 2, "pipeline": 2}
@@ -69,7 +76,7 @@ EXPERTS = {**DENSE, "expert": 2, "sequence": True}
 
 @pytest.mark.parametrize(
     "names",
-    [("qwen2_tied", "qwen3_vl"), ("llama", "qwen3_moe")],
+    [("qwen2_tied", "qwen3_vl"), ("llama", "qwen3_moe"), ("gpt_oss",)],
     ids="-".join,
 )
 def test_families_arrive_bit_exactly(tmp_path, names):
@@ -86,9 +93,10 @@ def test_families_arrive_bit_exactly(tmp_path, names):
 
 
 def _server(directory: Path, fields: dict[str, Any]) -> SglangServer:
-    model = write_model_config(read_architecture(fields), directory / "model")
+    student = read_architecture(fields)
+    model = write_model_config(student, directory / "model")
     (directory / "key").write_text("secret\n")
-    arguments = SERVER_ARGUMENTS
+    arguments = (*SERVER_ARGUMENTS, *family_arguments(student, "cpu", is_student=True))
     if "num_experts_per_tok" in fields:
         arguments += ("--enable-return-routed-experts",)
     options = ServerOptions(
@@ -138,6 +146,9 @@ def _publish(world: World, directory: str, name: str, url: str) -> None:
     with torch.no_grad():
         for parameter in chunks[0].parameters():
             parameter.mul_(1.25)
+            if parameter.dim() == 1:  # biases were zero; a server holds sinks in bf16
+                parameter.add_(torch.arange(len(parameter)).cos(), alpha=0.1)
+                parameter.copy_(parameter.bfloat16())
     engine.publish(1)
     prompts = [Prompt(f"test:{i}", "", tuple(range(3 + i, 20 + i))) for i in range(3)]
     rollouts = engine.generate(prompts, Sampling(num_samples=2, max_new_tokens=5), step=0)

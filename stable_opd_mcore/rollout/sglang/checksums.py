@@ -2,7 +2,8 @@
 
 SGLang's /weights_checker gives one 64-bit hash per parameter and tensor rank, of the bytes as its
 layers hold them: q, k and v fused, gate and up fused, four input projections of a gated delta net
-fused to two, the experts of a layer stacked, cut by rows or columns, the vocabulary padded.
+fused to two, the experts of a layer stacked, cut by rows or columns, the vocabulary padded. Where
+files stack a layer's experts, an expert's rows of gate and up alternate.
 `ExpectedChecksums` lays out the trainer's Hugging Face tensors in the same way, one at a time, and
 hashes the pieces. Equal hashes mean equal bits. Unquantised weights only.
 """
@@ -30,7 +31,7 @@ _FUSED = {  # part of our name -> (part of SGLang's name, the fused parts in ord
     }.items()
     for part in parts
 }
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
 _COLUMNS = ("o_proj.weight", "down_proj.weight", "out_proj.weight")
 _ROWS = (
     "q_proj",
@@ -41,6 +42,7 @@ _ROWS = (
     "in_proj_ba.weight",
     "linear_attn.A_log",
     "linear_attn.dt_bias",
+    "self_attn.sinks",
 )
 _DELTA_CHANNELS = ("in_proj_qkv", "conv1d.weight")  # rows of q, k and v, each cut by itself
 _UNTRAINED = "visual."  # a server's parameters for which the trainer has no tensor
@@ -56,9 +58,17 @@ def name_on_server(name: str, architecture: Architecture) -> str:
     return name.replace(architecture.family.prefix, "model.", 1)
 
 
-def dtype_on_server(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The type in which a server of precision `dtype` holds a tensor."""
+def dtype_sent(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The type in which a server of precision `dtype` is sent a tensor."""
     return torch.float32 if name.endswith(".A_log") else dtype
+
+
+def as_held(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in the type in which a server of precision `dtype` holds it."""
+    sent = tensor.to(dtype_sent(name, dtype))
+    if name.endswith(".sinks"):
+        return sent.bfloat16()
+    return sent.float() if ".experts." in name and name.endswith(".bias") else sent
 
 
 class ExpectedChecksums:
@@ -73,10 +83,10 @@ class ExpectedChecksums:
         self.per_rank: list[Checksums] = [{} for _ in range(tensor_size)]
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor in the server's precision; keep it as it is until its partners are added."""
+        """Add a tensor `as_held`; keep it as it is until its partners are added."""
         name = self._parameter_name(name)
         if expert := _EXPERT.fullmatch(name):
-            self._add_expert(expert[1], int(expert[2]), expert[3], tensor)
+            self._add_expert(expert[1], int(expert[2]), expert[3], expert[4], tensor)
             return
         part = name.split(".")[-2] if "." in name else name
         if part not in _FUSED:
@@ -96,13 +106,16 @@ class ExpectedChecksums:
         name = name_on_server(name, self._architecture)
         return name.replace(".self_attn.", ".") if self._architecture.family.delta_nets else name
 
-    def _add_expert(self, layer: str, index: int, kind: str, tensor: Tensor) -> None:
-        """One matrix of an expert. A layer's experts come in order, gate and up before down."""
+    def _add_expert(self, layer: str, index: int, kind: str, end: str, tensor: Tensor) -> None:
+        """One matrix or bias of an expert. A layer's experts come in order, gate before up."""
         assert self._architecture.experts is not None
         is_down = kind == "down_proj"
-        stacked = f"{layer}.{'w2' if is_down else 'w13'}_weight"
+        stacked = f"{layer}.{'w2' if is_down else 'w13'}_weight{'_bias' if end == 'bias' else ''}"
         parts = self._parts.setdefault(stacked, {})
-        parts[f"{index}.{kind}.weight" if is_down else f"{index}.{kind}"] = tensor
+        parts[f"{index}.{kind}.{end}" if is_down else f"{index}.{kind}"] = tensor
+        if kind == "up_proj" and self._architecture.family.stacked_experts:
+            gate, up = (parts.pop(f"{index}.{each}") for each in ("gate_proj", "up_proj"))
+            parts[f"{index}.gate_up_proj"] = torch.stack((gate, up), dim=1).flatten(0, 1)
         if index + 1 == self._architecture.experts.number and kind != "gate_proj":
             del self._parts[stacked]
             pieces = [
@@ -124,6 +137,10 @@ class ExpectedChecksums:
             return tensor.chunk(size // copies)[rank // copies]
         if name in ("gate_proj", "up_proj"):
             return self._cut(tensor, rank, 0, self._mlp_multiple)
+        if name == "gate_up_proj":
+            return self._cut(tensor, rank, 0, 2 * self._mlp_multiple)
+        if name == "down_proj.bias" and rank:  # the ranks' outputs are added up
+            return torch.zeros_like(tensor)
         if name.endswith(_ROWS):
             return self._cut(tensor, rank, 0)
         if name.endswith(_DELTA_CHANNELS):

@@ -56,9 +56,20 @@ def server_options(
         arguments=(
             *sglang.arguments,
             *(["--enable-return-routed-experts"] if config.rollout.routing_replay else []),
+            *family_arguments(read_architecture(model), device, dummy_weights),
             *(_adapter_arguments(config, model, tensor, device) if dummy_weights else []),
         ),
     )
+
+
+def family_arguments(served: Architecture, device: str, is_student: bool) -> list[str]:
+    """SGLang's arguments for a model of this family, where its defaults do not do."""
+    if device == "cpu" and served.family.sinks:  # tools/sglang_cpu's attention with sinks
+        return ["--attention-backend", "intel_amx", "--disable-hybrid-swa-memory"]
+    if device != "cpu" and is_student and served.family.stacked_experts:
+        # Other kernels hold experts in layouts of their own, which no checksum here expects.
+        return ["--moe-runner-backend", "triton"]
+    return []
 
 
 def _adapter_arguments(config: Config, model: Path, tensor: int, device: str) -> list[str]:

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from stable_opd_mcore.models import tensors
+from stable_opd_mcore.models.expert_stacks import file_shapes, place
 from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.rollout.sglang.checksums import (
     Checksums,
     ExpectedChecksums,
+    as_held,
     differences,
-    dtype_on_server,
+    dtype_sent,
     name_on_server,
 )
 from stable_opd_mcore.rollout.sglang.group import in_daemon
@@ -106,31 +107,35 @@ def _gather(chunks: Sequence[Module]) -> None:
 def make_buckets(
     chunks: Sequence[Module], dtype: torch.dtype, bucket_bytes: int, buffers: Buffers
 ) -> Iterator[Bucket]:
-    """Whole tensors cast to the server's types, packed into two buffers in turn; a large one by
-    itself."""
+    """Whole tensors cast to the types in which they are sent, packed into two buffers in turn; a
+    large one by itself. Where files stack the experts of a layer, a stack is one tensor."""
     architecture = architecture_of(chunks)
-    shapes = tensors.hf_shapes(architecture)
-    sizes = {
-        name: math.prod(shape) * dtype_on_server(name, dtype).itemsize
-        for name, shape in shapes.items()
+    is_stacked = architecture.family.stacked_experts
+    shapes = {
+        name_on_server(name, architecture): shape
+        for name, shape in file_shapes(architecture, is_stacked).items()
     }
+    dtypes = {name: dtype_sent(name, dtype) for name in shapes}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     bucket_bytes = min(bucket_bytes, sum(sizes.values()))
     buffer = torch.empty(0, dtype=torch.uint8)
-    pending: list[tuple[str, Tensor]] = []
+    pending: dict[str, Tensor] = {}
     used = 0
     for name, tensor in iter_hf_tensors(chunks):
-        own_dtype = dtype_on_server(name, dtype)
-        is_aligned = used % own_dtype.itemsize == 0
-        if pending and (used + sizes[name] > len(buffer) or not is_aligned):
-            yield Bucket(buffer[:used], tuple(pending))
-            pending, used = [], 0
-        if not pending:
-            buffer = buffers.take(max(sizes[name], bucket_bytes), tensor.device)
-        view = buffer[used : used + sizes[name]].view(own_dtype).view(tensor.shape)
-        view.copy_(tensor)
-        pending.append((name_on_server(name, architecture), view))
-        used += sizes[name]
-    yield Bucket(buffer[:used], tuple(pending))
+        found = place(name, architecture, is_stacked)
+        sent = name_on_server(name if found is None else found.stack, architecture)
+        if sent not in pending:
+            is_aligned = used % dtypes[sent].itemsize == 0
+            if pending and (used + sizes[sent] > len(buffer) or not is_aligned):
+                yield Bucket(buffer[:used], tuple(pending.items()))
+                pending, used = {}, 0
+            if not pending:
+                buffer = buffers.take(max(sizes[sent], bucket_bytes), tensor.device)
+            view = buffer[used : used + sizes[sent]].view(dtypes[sent])
+            pending[sent] = view.view(shapes[sent])
+            used += sizes[sent]
+        (pending[sent] if found is None else found.of(pending[sent])).copy_(tensor)
+    yield Bucket(buffer[:used], tuple(pending.items()))
 
 
 def _verify_all(
@@ -151,7 +156,7 @@ def _verify_all(
     finish = in_daemon(lambda: ask_all(alive, lambda t: sessions[t.name].finish()), "verify")
     for name, tensor in iter_hf_tensors(chunks):
         for checksums in expected.values():
-            checksums.add(name, tensor.to(dtype_on_server(name, dtype)))
+            checksums.add(name, as_held(name, tensor, dtype))
     answers, failed = finish.result()
 
     def accept(target: Target) -> None:

@@ -10,6 +10,7 @@ from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.tensors import hf_shapes
 from stable_opd_mcore.rollout.sglang.checksums import (
     ExpectedChecksums,
+    as_held,
     cpu_hash,
     differences,
     gpu_hash,
@@ -105,6 +106,42 @@ def test_experts_are_stacked_padded_and_cut_within_each():
     assert expected.per_rank[1] == {
         f"{stacked}.{name}_weight": cpu_hash([tensor]) for name, tensor in last.items()
     }
+
+
+def test_experts_with_gate_and_up_in_turn_have_biases_of_which_one_rank_adds_the_last():
+    """As SGLang's gpt_oss loads the stacks of the files; on a CPU padded to 32 of each rank."""
+    fields = tiny.architecture("gpt_oss", num_local_experts=2, num_experts_per_tok=1)
+    layer = "model.layers.1."
+    full = {name: torch.randn(shape) for name, shape in hf_shapes(fields).items() if layer in name}
+    expected = ExpectedChecksums(fields, 2, on_gpu=False)
+    for name, tensor in full.items():
+        expected.add(name, as_held(name, tensor, torch.float32))
+
+    experts = f"{layer}mlp.experts."
+
+    def stack(kind: str) -> torch.Tensor:
+        return torch.stack([full[f"{experts}{i}.{kind}"] for i in range(2)])
+
+    w13, b13, w2 = torch.zeros(2, 128, 32), torch.zeros(2, 128), torch.zeros(2, 32, 64)
+    w13[:, 0:40:2], w13[:, 1:40:2] = stack("gate_proj.weight"), stack("up_proj.weight")
+    b13[:, 0:40:2], b13[:, 1:40:2] = stack("gate_proj.bias"), stack("up_proj.bias")
+    w2[..., :20] = stack("down_proj.weight")
+    for rank, found in enumerate(expected.per_rank):
+        b2 = torch.zeros(2, 32) if rank else stack("down_proj.bias")
+        wanted = {
+            f"{experts}w13_weight": w13.chunk(2, dim=1)[rank],
+            f"{experts}w13_weight_bias": b13.chunk(2, dim=1)[rank],
+            f"{experts}w2_weight": w2.chunk(2, dim=2)[rank],
+            f"{experts}w2_weight_bias": b2,
+            f"{layer}self_attn.sinks": full[f"{layer}self_attn.sinks"].bfloat16().chunk(2)[rank],
+            f"{layer}self_attn.o_proj.bias": full[f"{layer}self_attn.o_proj.bias"],
+            f"{layer}mlp.router.bias": full[f"{layer}mlp.router.bias"],
+        }
+        assert {name: found[name] for name in wanted} == {
+            name: cpu_hash([tensor]) for name, tensor in wanted.items()
+        }
+    biased = f"{experts}0.up_proj.bias"
+    assert as_held(biased, full[biased], torch.bfloat16).dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])

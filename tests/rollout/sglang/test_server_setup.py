@@ -1,6 +1,7 @@
 """How the run's servers start: their options and the directory they read."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -19,27 +20,32 @@ from tests.models import tiny
 from tests.train.runs import tiny_architecture
 
 
-def options_of(sglang: dict, number: int = 0, **train) -> ServerOptions:
+@pytest.fixture
+def model(tmp_path):
+    return write_model_config(tiny.architecture("qwen2"), tmp_path)
+
+
+def options_of(model: Path, sglang: dict, number: int = 0, **train) -> ServerOptions:
     config = run_with(rollout={"engine": "sglang", "sglang": sglang}, train=train)
-    return server_options(config, "model", number, (2, 3), 2, "cuda")
+    return server_options(config, model, number, (2, 3), 2, "cuda")
 
 
-def test_a_server_has_its_own_port_and_its_own_gpus():
+def test_a_server_has_its_own_port_and_its_own_gpus(model):
     """Port 0 stays 0: each server takes a free one."""
-    assert [options_of({"port": 30000}, number).port for number in range(3)] == [
+    assert [options_of(model, {"port": 30000}, number).port for number in range(3)] == [
         30000,
         30001,
         30002,
     ]
-    assert [options_of({}, number).port for number in range(2)] == [0, 0]
-    options = options_of({"host": "0.0.0.0", "arguments": ["--log-level", "info"]})
+    assert [options_of(model, {}, number).port for number in range(2)] == [0, 0]
+    options = options_of(model, {"host": "0.0.0.0", "arguments": ["--log-level", "info"]})
     assert (options.gpus, options.tensor, options.host) == ((2, 3), 2, "0.0.0.0")
     assert options.arguments == ("--log-level", "info")
     assert options.dummy_weights
 
 
-def test_only_colocated_servers_release_their_memory():
-    colocated, others = options_of({"placement": "colocated"}), options_of({})
+def test_only_colocated_servers_release_their_memory(model):
+    colocated, others = options_of(model, {"placement": "colocated"}), options_of(model, {})
     assert (colocated.memory_saver, others.memory_saver) == (True, False)
     assert 0 < colocated.memory_share < 1
     assert others.memory_share is None
@@ -72,6 +78,21 @@ def test_servers_are_ready_for_the_factors_that_they_will_be_sent(
     if device == "cpu":
         with pytest.raises(UserError, match=r"width 96 to a multiple of 64.*lora=merged"):
             server_options(config, model, 0, (), 2, device)
+
+
+def test_gpt_oss_is_served_in_the_layout_that_is_verified_and_on_a_cpu_by_plain_attention(tmp_path):
+    model = write_model_config(tiny.architecture("gpt_oss"), tmp_path)
+    config = run_with(rollout={"engine": "sglang"})
+
+    def arguments(device: str, is_student: bool) -> str:
+        options = server_options(config, model, 0, (), 1, device, dummy_weights=is_student)
+        return " ".join(options.arguments)
+
+    assert arguments("cuda", True) == "--moe-runner-backend triton"
+    assert arguments("cuda", False) == ""
+    for is_student in (True, False):
+        plain = "--attention-backend intel_amx --disable-hybrid-swa-memory"
+        assert arguments("cpu", is_student) == plain
 
 
 @pytest.mark.parametrize(

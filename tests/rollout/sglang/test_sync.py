@@ -83,6 +83,23 @@ def test_decay_rates_travel_in_fp32_to_servers_in_bf16(world):
         assert torch.equal(found, tensor.to(found.dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stacked_experts_travel_as_in_the_files(world, dtype):
+    fields = tiny.architecture("gpt_oss")
+    chunks = build_model(fields, world, precision="fp32", trainable=False, seed=2)
+    with torch.no_grad():
+        for parameter in chunks[0].parameters():
+            parameter.normal_()  # biases were zero
+    names, size = [], 8 * 32 * 40 * dtype.itemsize  # all experts' gate and up
+    expected = dict(tiny.file_tensors(chunks))
+    for bucket in make_buckets(chunks, dtype, size, Buffers()):
+        assert bucket.flat.numel() <= size
+        for name, tensor in bucket.tensors:
+            assert torch.equal(tensor, expected[name].to(dtype))
+            names.append(name)
+    assert names == list(expected)
+
+
 def test_a_small_models_bucket_is_as_large_as_the_model(chunks):
     (bucket,) = make_buckets(chunks, torch.float32, 2**40, Buffers())
     assert bucket.flat.untyped_storage().nbytes() == bucket.flat.numel()
