@@ -40,8 +40,8 @@ TIED, QWEN3, MOE, DELTA = "qwen2 tied", "qwen3_vl", "qwen3_moe", "qwen3_5"
 SINKS, NEXT, DELTA_MOE = "gpt_oss", "qwen3_next", "qwen3_5_moe"
 LAYOUTS = {  # settings, and the models that have something of their own there
     "TP2": ({"tensor": 2}, (QWEN3, DELTA)),
-    "TP2xPP2+SP": ({"tensor": 2, "pipeline": 2, "sequence": True}, (TIED, QWEN3, MOE, DELTA, NEXT)),
-    "PP2xVPP2": ({"pipeline": 2, "virtual_pipeline": 2}, (TIED, MOE, DELTA, SINKS)),
+    "TP2xPP2+SP": ({"tensor": 2, "pipeline": 2, "sequence": True}, (TIED, QWEN3, MOE, DELTA)),
+    "PP2xVPP2": ({"pipeline": 2, "virtual_pipeline": 2}, (TIED, SINKS)),
     "DP4": ({}, (TIED,)),
     "EP2xPP2": ({"expert": 2, "pipeline": 2}, (MOE, SINKS, DELTA_MOE)),
     "EP4xTP2+SP": ({"expert": 4, "tensor": 2, "sequence": True}, (MOE, SINKS, NEXT)),
@@ -55,7 +55,7 @@ MODELS = {
     NEXT: tiny.architecture("qwen3_next"),
     DELTA_MOE: tiny.architecture("qwen3_5_moe"),
 }
-LENGTHS = [[5, 9, 2], [7, 1, 3, 3], [13, 5], [3, 3, 3, 3], [11, 1], [9, 9], [15, 1], [2, 7, 5]]
+LENGTHS = [[5, 9, 2], [7, 1, 3, 3], [13, 5], [2, 7, 5]]  # one for each data-parallel rank at least
 
 
 def test_every_layout_gives_the_results_of_one_rank(tmp_path: Path) -> None:

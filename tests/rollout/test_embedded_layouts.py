@@ -31,7 +31,6 @@ pytestmark = pytest.mark.slow
 LAYOUTS = {
     "dp4": {},
     "tp2_sp": {"tensor": 2, "sequence": True},
-    "pp2": {"pipeline": 2},
     "pp2_vpp2": {"pipeline": 2, "virtual_pipeline": 2},
     "tp2_pp2": {"tensor": 2, "pipeline": 2},
 }

@@ -43,7 +43,7 @@ EXPERT_LAYOUTS = {
     "cp2_ep2": {"expert": 2, "context": 2},
     "ep2_pp2": {"expert": 2, "pipeline": 2},
 }
-DELTA_LAYOUTS = {name: LAYOUTS[name] for name in ("tp2_sp", "tp2_pp2", "dp4")}
+DELTA_LAYOUTS = {name: (DENSE_LAYOUTS | LAYOUTS)[name] for name in ("tp2_sp", "tp2_pp2", "dp4")}
 LORA = {"rank": 4, "alpha": 8.0, "expert_rank": 2}
 KEYS = ("loss/total", "loss/pg", "loss/kl", "grad_norm", "logprob/rollout_gap_max")
 
