@@ -79,7 +79,8 @@ def played(
 def play_alone(rank: int, world_size: int, directory: str) -> None:
     played(directory, "alone")
     for name, objective in OBJECTIVES.items():
-        played(directory, name, objective=objective, **(ALONE if name == "grpo" else {}))
+        given = {"objective": objective, "train": {"steps": 2}}
+        played(directory, name, **given | (ALONE if name == "grpo" else {}))
     played(directory, "ahead", rollout=AHEAD)
     with pytest.raises(UserError, match=r"of 12 episodes .* KeyError: 'door'"):
         played(directory, "broken", "broken")
@@ -128,7 +129,7 @@ def test_the_student_is_trained_on_what_it_sampled_in_each_turn(games):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains_on_episodes(games, name):
     rows = [row for row in metrics_of(games / name) if row["step"]]
-    assert len(rows) == STEPS
+    assert len(rows) == 2
     assert all(row["grad_norm"] > 0 for row in rows)
 
 

@@ -23,7 +23,6 @@ LAYOUTS = {
     "ep2_pp2": {"expert": 2, "pipeline": 2},
     "ep4": {"expert": 4},
     "cp2_ep2": {"expert": 2, "context": 2},
-    "ep2": {"expert": 2},
 }
 MIXTURE = tiny_architecture(
     16,
@@ -45,7 +44,7 @@ SINKS = tiny_architecture(
     intermediate_size=12,
     sliding_window=5,
 )
-OF_SINKS = {name: parallel for name, parallel in LAYOUTS.items() if "context" not in parallel}
+OF_SINKS = {name: LAYOUTS[name] for name in ("ep2_tp2", "ep2_pp2")}
 AHEAD = {"max_staleness": 1, "partial": True}
 # Layout and sections of what the run through LAYOUTS lacks: rollouts ahead, and a dense student.
 OTHERS: dict[str, tuple[dict, dict]] = {
