@@ -34,16 +34,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/stable-opd demo
 
-# Two tests at a time, each with one thread: most of them wait, or start ranks of their own.
+# Two tests at a time, each with one thread: most of them wait, or start ranks of their own. BEHIND='nice -n 5' gives
+# what runs beside them the cores first.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BEHIND) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 ON_SLURM = tests/integration/test_slurm_*.py tests/integration/test_nemorun_*.py
 test-cluster: test-slurm test-sglang
 test-slurm: $(INSTALLED) sglang launch
 	$(BIN)/python -m pytest -m cluster $(ON_SLURM)
 test-sglang: $(INSTALLED) sglang
-	$(BIN)/python -m pytest -m cluster $(addprefix --ignore=,$(wildcard $(ON_SLURM)))
+	$(BIN)/python -m pytest -m cluster tests/integration $(addprefix --ignore=,$(wildcard $(ON_SLURM)))
 
 # With server nodes, and with pipeline stages that one node does not hold.
 ON_MANY_NODES = $(addprefix configs/stable_opd_,32b.yaml 30b_a3b.yaml 8b_235b.yaml)
