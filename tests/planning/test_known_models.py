@@ -23,6 +23,7 @@ MILLIONS = {
     "stable_opd_32b": 32764,
     "stable_opd_30b_a3b": 30532,
     "stable_opd_8b_235b": 8191,
+    "recipes/gpt_oss_20b_120b": 20915,
 }
 
 

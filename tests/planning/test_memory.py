@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.losses import output_head
 from stable_opd_mcore.planning import memory
 from stable_opd_mcore.planning.plan import Plan, make_plan, offloadable
-from tests.planning.cases import NODE, QWEN_7B, config_7b
+from tests.planning.cases import CONFIGS, NODE, QWEN_7B, config_7b
 
 EMBEDDED = "rollout.engine=embedded"
 
@@ -148,6 +149,10 @@ def test_a_publish_gathers_the_embedding_and_its_buckets_hold_it(tmp_path, monke
     assert held(*one_rank, "parallel.pipeline=2")[name] == embedding  # another stage's
     monkeypatch.setattr(memory, "WEIGHT_BUCKET_BYTES", 2**31)
     assert held()["weight sync buckets"] == 2 * 2**31
+    larger = ("student.path=models/gpt-oss-120b", "parallel.tensor=8")
+    recipe = load_config(CONFIGS / "recipes/gpt_oss_20b_120b.yaml", larger)
+    gate_up = 2 * 128 * 2 * 2880 * 2880  # of a layer's experts
+    assert components(make_plan(recipe, NODE))["weight sync buckets"] == 2 * gate_up
 
 
 def test_another_temperature_keeps_a_copy_of_the_off_policy_golden_logits(tmp_path, monkeypatch):

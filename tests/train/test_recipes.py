@@ -111,6 +111,8 @@ def tiny(config: Config, directory: Path) -> tuple[str, Config]:
             sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
             sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
             sizes |= {"full_attention_interval": 2}
+        if "num_local_experts" in source:
+            sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
         return {
             "architecture": {**source, **sizes, **({"head_dim": 8} if "head_dim" in source else {})}
         }
