@@ -77,10 +77,12 @@ def test_golden_solutions_have_a_separate_normaliser():
 def test_grpo_normalises_within_the_group():
     group = [sample("a", 2, reward=r) for r in (1.0, 0.0, 0.0, 0.0)]
     group += [sample("b", 2, reward=1.0), sample("b", 1, reward=1.0), sample("b", 3, "golden")]
+    group += [sample("c", 2, reward=1.0), sample("c", 1, reward=0.0)]
     advantages = weights(group, objective__name="grpo").advantage_B
     assert advantages[0] == pytest.approx(1.5, rel=1e-4)  # 0.75 / 0.5, the sample std
     assert advantages[1] == pytest.approx(-0.5, rel=1e-4)
-    assert advantages[4:].tolist() == [0.0, 0.0, 0.0]
+    assert advantages[4:7].tolist() == [0.0, 0.0, 0.0]
+    assert advantages[7:].tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-4)
     single = [sample("a", 2, reward=1.0), sample("a", 1, kind="golden", reward=1.0)]
     assert weights(single, objective__name="grpo").advantage_B.tolist() == [0.0, 0.0]
     dr = {"objective__name": "grpo", "objective__std_normalise": False, "aggregation": "constant"}
@@ -234,13 +236,19 @@ def test_returns_pass_over_observed_tokens():
 def test_every_source_has_a_normaliser_of_its_own():
     """docs/method.md §6: the mean over sources, by their weights, of each one's own terms."""
     sources = [{"path": name, "weight": weight} for name, weight in (("x", 3), ("y", 1), ("z", 4))]
-    changes = {"normaliser": "per_source", "kl__beta": 0.9, "mixture__lambda": 0.5}
-    objective = build_objective(make_config(**changes, data__train=sources), (1,), (1,))
-    batch = [*BATCH, sample("c", 6), sample("c", 2), sample("c", 3, kind="golden")]
+    changes = {"objective__name": "grpo", "kl__beta": 0.9, "mixture__lambda": 0.5}
+    config = make_config(**changes, normaliser="per_source", data__train=sources)
+    batch = [
+        *BATCH,
+        sample("c", 6, reward=1.0),
+        sample("c", 2, reward=0.0),
+        sample("c", 3, "golden"),
+    ]
     facts = replace(facts_of(batch), source_B=np.array([0] * 5 + [1] * 3))  # none of the third
-    by_source = [weights(part, kl__beta=0.9, mixture__lambda=0.5) for part in (BATCH, batch[5:])]
-    found = objective.sample_weights(facts)
-    for name in ("pg_B", "kl_B", "sft_B"):
-        expected = [*getattr(by_source[0], name) * 3 / 4, *getattr(by_source[1], name) / 4]
-        assert getattr(found, name).tolist() == pytest.approx(expected)
-    assert found.advantage_B is None
+    by_source = [weights(part, **changes) for part in (BATCH, batch[5:])]
+    found = build_objective(config, (1,), (1,)).sample_weights(facts)
+    for name in ("pg_B", "kl_B", "sft_B", "advantage_B"):
+        shares = (1, 1) if name == "advantage_B" else (3 / 4, 1 / 4)
+        parts = zip(by_source, shares, strict=True)
+        expected = [share * value for part, share in parts for value in getattr(part, name)]
+        assert getattr(found, name).tolist() == pytest.approx(expected), name

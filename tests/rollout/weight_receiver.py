@@ -36,6 +36,10 @@ from tests.parallel.launch import preloaded_context
 from tests.serving.http_server import Request, http_server
 
 _LOADING_SECONDS = 0.03  # packing a bucket of these tests takes a hundredth of it
+_BODIES = {  # of requests without other contents
+    "abort_request": {"rid": "", "abort_all": True},
+    "weights_checker": {"action": "checksum"},
+}
 
 
 @contextlib.contextmanager
@@ -78,6 +82,8 @@ def _serve(
         body = json.loads(request.body or "null")
         if route.startswith("update_weights_from"):
             assert (body["flush_cache"], body["weight_version"]) == (False, "incomplete")
+            state.version = body["weight_version"]
+        assert body == _BODIES.get(route, body)
         found = getattr(state, route)(body)
         return 200, found.encode() if isinstance(found, str) else json.dumps(found).encode()
 
@@ -96,6 +102,7 @@ class _State:
         self._device = device
         self._loses = loses
         self._fault = fault
+        self.version = "default"
         self._tensors: dict[str, Tensor] = {}
         self._group: dist.ProcessGroup | None = None
         self._in_session = False
@@ -216,7 +223,12 @@ class _State:
         return {"ranks": [{"parallelism_info": [{"tp_rank": 0}], "checksums": found}]}
 
     def update_weight_version(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert body == {"new_version": body["new_version"], "abort_all_requests": False}
+        self.version = body["new_version"]
         return {"success": True}
+
+    def model_info(self, _: None) -> dict[str, Any]:
+        return {"weight_version": self.version}
 
     def _load(self, tensors) -> dict[str, Any]:
         if not self._in_session:

@@ -44,6 +44,7 @@ def test_frozen_weights_are_sent_once_in_a_servers_life(sync):
         with receiver(FIELDS) as started:
             third = push(sync, [stays, started], 2)
         fourth = push(sync, [stays, started], 3)
+        assert SglangClient(stays).weight_version() == "3"
     assert [outcome.failed for outcome in (first, second, third)] == [{}] * 3
     assert third.verified == ("receiver_0", "receiver_1")
     assert fourth.failed.keys() == {"receiver_1"}
@@ -53,9 +54,14 @@ def test_frozen_weights_are_sent_once_in_a_servers_life(sync):
     assert sent == [frozen + factors, factors, frozen + factors, factors]
 
 
+def test_a_rank_that_sends_nothing_reports_nothing(sync):
+    assert sync.push([], None, version=4, label="4") == Outcome((), {}, 0)
+
+
 def test_a_server_that_answers_without_the_adapter_is_found(sync):
     with receiver(FIELDS, fault="forgets adapters") as url:
         outcome = push(sync, [url], 4)
+        assert SglangClient(url).weight_version() == "incomplete"
     assert outcome.verified == ()
     expected = "through the adapter its log-probabilities differ from the trainer's by"
     assert expected in outcome.failed["receiver_0"]

@@ -1,5 +1,6 @@
 """Publishes to servers that two data-parallel ranks share, without SGLang."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +13,19 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import gather_objects, start_world, stop_world
+from stable_opd_mcore.rollout.sglang import publisher as publisher_module
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
 from stable_opd_mcore.rollout.sglang.publisher import Publisher, ServerStatus, one_per_server
+from stable_opd_mcore.rollout.sglang.sync import Outcome
 from stable_opd_mcore.rollout.sglang.transports import TensorTransport
 from stable_opd_mcore.serving.client import SglangClient
 from tests.config.cases import run_with
 from tests.integration.sglang_tools import architecture
 from tests.parallel.launch import run_ranks
 from tests.rollout.weight_receiver import receiver
+from tests.serving.http_server import http_server
 
 FIELDS = architecture(tied=False)
 
@@ -70,6 +74,66 @@ def test_every_leader_learns_that_a_server_has_the_weights(tmp_path, method):
     with receiver(FIELDS) as first, receiver(FIELDS) as second:
         urls = [first, second] if method == "tensor" else [first]
         run_ranks(2, publish_on_two_ranks, urls, method, str(tmp_path))
+
+
+class FailingFleet(Fleet):
+    """Counts the members that it gave up; each is back at once. Servers of this run are being
+    restarted after the first `restarts` pushes."""
+
+    def __init__(self, member: Member, path: Path, restarts: int) -> None:
+        super().__init__([member], EventLog(path))
+        self._unfinished, self.given_up = restarts, 0
+
+    def fail(self, member: Member, reason: str) -> None:
+        assert reason == "weights did not arrive: lost"
+        self.given_up += 1
+
+    @property
+    def is_restarting(self) -> bool:
+        self._unfinished -= 1
+        return self._unfinished >= 0
+
+
+@pytest.mark.parametrize(
+    ("is_healthy", "failures", "restarts", "pushes", "given_up"),
+    [
+        (True, 3, 0, 4, 0),
+        (True, 99, 0, 9, 3),  # five are sent again as they are, and the last one ends the fleet
+        (False, 99, 0, 9, 8),
+        (False, 99, 2, 11, 10),
+        (True, 99, 2, 11, 3),
+    ],
+)
+def test_weights_are_sent_again_until_they_arrive_or_the_attempts_are_used_up(
+    world, tmp_path, monkeypatch, is_healthy, failures, restarts, pushes, given_up
+):
+    pushed: list[str] = []
+
+    def push(chunks: Any, targets: Any, transport: Any, *, label: str, **_: Any) -> Outcome:
+        assert [target.name for target in targets] == ["server_0"]
+        pushed.append(label)
+        if len(pushed) > failures:
+            return Outcome(("server_0",), {}, 10)
+        return Outcome((), {"server_0": "lost"}, 10)
+
+    monkeypatch.setattr(publisher_module, "push_once", push)
+    config = run_with(rollout={"engine": "sglang"}, student={"architecture": {}})
+    chunks = build_model(read_architecture(FIELDS), world, precision="fp32", trainable=False)
+    events = tmp_path / "events.jsonl"
+    with http_server(lambda _: (200 if is_healthy else 503, b"{}")) as url:
+        member = Member("server_0", SglangClient(url), None, state="needs_weights")
+        fleet = FailingFleet(member, events, restarts)
+        publisher = Publisher(config, world, chunks, fleet, TensorTransport(1.0), DeviceMemory())
+        lost, num_bytes = publisher.publish(4, resent=False)
+    assert pushed == [f"4-{number}" for number in range(1, pushes + 1)]
+    assert (fleet.given_up, num_bytes) == (given_up, 10 * pushes)
+    named = [json.loads(line)["event"] for line in events.read_text().splitlines()]
+    if failures < pushes:
+        assert (lost, member.state) == (None, "ready")
+        assert named == ["failure"] * failures + ["published", "resent"]
+    else:
+        assert lost == "weights did not arrive 9 times: lost"
+        assert named == ["failure"] * (pushes - given_up - 1) + ["lost"]
 
 
 CLIENT = SglangClient("http://127.0.0.1:9")

@@ -129,9 +129,11 @@ def publish(chunks, transport, urls, version, clients=None):
 def test_each_transport_is_exact_with_slow_receivers(chunks, tmp_path, method):
     transport = transport_of(method, tmp_path)
     with receiver(FIELDS) as first, receiver(FIELDS) as second:
+        urls = [first, second]
         for version in range(3):
-            outcome = publish(chunks, transport, [first, second], version)
+            outcome = publish(chunks, transport, urls, version)
             assert (outcome.verified, outcome.failed) == (("receiver_0", "receiver_1"), {})
+            assert [SglangClient(url).weight_version() for url in urls] == [str(version)] * 2
             with torch.no_grad():
                 for weight in chunks[0].parameters():
                     weight.mul_(1.25)
@@ -187,10 +189,11 @@ def test_a_server_that_dies_with_a_handle_costs_no_other_its_weights(chunks, tmp
     assert outcome.verified == ("receiver_0", "receiver_1"), outcome.failed
 
 
-def test_a_missing_tensor_is_named(chunks, tmp_path):
+def test_a_missing_tensor_is_named_and_the_version_is_not_stamped(chunks, tmp_path):
     lost = "model.layers.1.mlp.down_proj.weight"
     with receiver(FIELDS, loses=[lost]) as url:
         outcome = publish(chunks, transport_of("tensor", tmp_path), [url], 0)
+        assert SglangClient(url).weight_version() == "incomplete"
     assert outcome.verified == ()
     assert f"differ from the trainer's, e.g. {lost}" in outcome.failed["receiver_0"]
 
