@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,7 +21,9 @@ import psutil
 import pytest
 import torch
 
+from stable_opd_mcore.serving.command import ServerOptions, server_environment
 from stable_opd_mcore.serving.process import SglangServer, free_port
+from tests.integration import prepared_servers
 from tests.integration.hosts import Host
 from tests.integration.with_constants import run_with_constants
 from tests.parallel.launch import start_process
@@ -69,6 +74,27 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = 300.0) 
 
 
 # ---- processes
+
+
+@functools.cache
+def forking_python() -> str:
+    """An interpreter for rollout.sglang.python whose servers are forked (prepared_servers.py)."""
+    directory = tempfile.TemporaryDirectory(prefix="servers-")
+    requests, script = Path(directory.name, "requests"), Path(directory.name, "python")
+    os.mkfifo(requests)
+    script.write_text(prepared_servers.INSTEAD.format(requests=requests))
+    script.chmod(0o700)
+    environment = server_environment(ServerOptions(PYTHON, model=""), "", os.environ)
+    command = [PYTHON, "-P", prepared_servers.__file__, str(requests)]
+    process = subprocess.Popen(command, env=environment)
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+        directory.cleanup()
+
+    atexit.register(end)
+    return str(script)
 
 
 class Process:
@@ -167,7 +193,7 @@ def training_command(directory: Path, name: str, *overrides: str) -> list[str]:
     """`stable-opd train`; `overrides` are settings and constants, as with_constants.py takes."""
     return [
         *(*STABLE_OPD, "train"),
-        *_settings(directory, name),
+        *_settings(directory, name, PYTHON),
         "rollout.engine=sglang",
         "monitoring.tensorboard=false",
         "evaluation.every=0",
@@ -187,9 +213,11 @@ def started(*servers: SglangServer) -> Iterator[None]:
         yield
 
 
-def serve(directory: Path, name: str, *overrides: str, at: Host | None = None) -> Process:
+def serve(
+    directory: Path, name: str, *overrides: str, python: str = PYTHON, at: Host | None = None
+) -> Process:
     """Start `stable-opd serve configs/smoke_cpu.yaml`, here or on the host `at`."""
-    command = [*STABLE_OPD, "serve", *_settings(directory, name)]
+    command = [*STABLE_OPD, "serve", *_settings(directory, name, python)]
     command += overrides
     return Process(command if at is None else at.command(*command), directory / f"{name}.output")
 
@@ -206,13 +234,13 @@ def external(*urls: str) -> tuple[str, str]:
     return "rollout.sglang.placement=external", f"rollout.sglang.urls=[{','.join(urls)}]"
 
 
-def _settings(directory: Path, name: str) -> list[str]:
+def _settings(directory: Path, name: str, python: str) -> list[str]:
     arguments = ",".join(f"'{argument}'" for argument in SERVER_ARGUMENTS)
     return [
         "configs/smoke_cpu.yaml",
         f"run.name={name}",
         f"run.directory={directory}",
-        f"rollout.sglang.python={PYTHON}",
+        f"rollout.sglang.python={python}",
         f"rollout.sglang.arguments=[{arguments}]",
     ]
 
