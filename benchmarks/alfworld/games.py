@@ -25,7 +25,6 @@ OBJECTS = ("apple", "bowl", "mug", "plate", "potato")
 PLACES = {"cabinet": True, "countertop": False, "drawer": True, "shelf": False, "sidetable": False}
 DEVICES = {"fridge": True, "microwave": True, "sinkbasin": False}  # name -> whether it opens
 OPENS = PLACES | DEVICES
-TYPES = {"countertop": "CounterTopType", "sidetable": "SideTableType", "sinkbasin": "SinkBasinType"}
 STATES = {"": "", "clean": "isClean", "cool": "isCool", "hot": "isHot"}
 DETOUR = 0.15  # share of steps before which the player of the transcripts errs
 CHAT_TEMPLATE = (  # an observation is "... ?", and a turn of the player "... ;"
@@ -51,19 +50,19 @@ def game(task: tuple[str, str, str, str], seed: int) -> dict[str, Any]:
     at = {wanted: source}
     for other in rng.sample([each for each in OBJECTS if each != wanted], 2):
         at[other] = rng.choice(places)
-    kind = {p: TYPES.get(p, p.capitalize() + "Type") for p in places}
+    kind = {place: f"{place}Type" for place in places}  # PDDL ignores case: SinkBasinType
     ids = {p: f"{p}_bar_1" for p in places} | {"sinkbasin": "sink_bar_1_bar_sinkbasin"}
     facts = ["(= (total-cost) 0)", "(atLocation agent1 start)"]
     for place in places:
         facts.append(f"(receptacleAtLocation {ids[place]} at_{place})")
         facts.append(f"(receptacleType {ids[place]} {kind[place]})")
         facts += [f"(openable {ids[place]})"] if OPENS[place] else []
-        facts += [f"(canContain {kind[place]} {each.capitalize()}Type)" for each in at]
+        facts += [f"(canContain {kind[place]} {each}Type)" for each in at]
     for each, place in at.items():
         item = f"{each}_bar_1"
         facts += [f"(inReceptacle {item} {ids[place]})", f"(objectAtLocation {item} at_{place})"]
         facts += [f"({can} {item})" for can in ("pickupable", "heatable", "coolable", "cleanable")]
-        facts.append(f"(objectType {item} {each.capitalize()}Type)")
+        facts.append(f"(objectType {item} {each}Type)")
     goal = f"(inReceptacle {wanted}_bar_1 {ids[target]})"
     goal += f" ({STATES[state]} {wanted}_bar_1)" if state else ""
     kinds = {
@@ -72,7 +71,7 @@ def game(task: tuple[str, str, str, str], seed: int) -> dict[str, Any]:
         "receptacle": ids.values(),
         "object": [f"{each}_bar_1" for each in at],
         "rtype": kind.values(),
-        "otype": [f"{each.capitalize()}Type" for each in at],
+        "otype": [f"{each}Type" for each in at],
     }
     objects = " ".join(f"{' '.join(names)} - {name}" for name, names in kinds.items())
     problem = (
