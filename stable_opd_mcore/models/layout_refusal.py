@@ -57,11 +57,11 @@ def layout_refusal(
 
 def refuse_factors(architecture: Architecture) -> None:
     """Raise a UserError for a model that `student.lora` cannot adapt yet."""
-    if architecture.family.stacked_experts or architecture.family.shared_expert:
+    if architecture.family.stacked_experts:
         raise UserError(
             f"student.lora: the experts of this {architecture.model_type} model, which are "
-            "interleaved in its files or shared, have no factors yet; set student.lora=null, or "
-            "take another student"
+            "interleaved in its files, have no factors yet; set student.lora=null, or take "
+            "another student"
         )
 
 

@@ -3,9 +3,10 @@
     adapt(chunks, rank=32, alpha=32, seed=0)    # the base is loaded, Student has not wrapped it
     with base_only(chunks): ...                 # the frozen model, as if it had no factors
 
-Every Hugging Face matrix of a layer except the router's, W [O, I], becomes W + alpha / rank · B A.
-A [R, I] is drawn as PEFT draws it, B [O, R] is zero. Where Megatron joins matrices, such as q, k
-and v, each keeps its own pair, so the factors are the same as PEFT's.
+Every Hugging Face matrix of a layer, W [O, I], becomes W + alpha / rank · B A; routers and the
+gates of shared experts are left out. A [R, I] is drawn as PEFT draws it, B [O, R] is zero. Where
+Megatron joins matrices, such as q, k and v, each keeps its own pair, so the factors are the same as
+PEFT's.
 
 The pairs of one linear layer are `Factors` (factors.py).
 
@@ -40,7 +41,10 @@ from stable_opd_mcore.models.weights import (
     weights_hash,
 )
 
-_ADAPTED = (*get_args(tensors.Grouped), "gate_up", "columns", "expert_gate_up", "expert_down")
+_ADAPTED = (
+    *get_args(tensors.Grouped), "rows", "columns", "gate_up", "expert_gate_up", "expert_down"
+)  # fmt: skip
+_GATES = (".router.", ".gate_weight")  # which experts a token passes, and how much of a shared one
 
 
 def adapt(
@@ -93,7 +97,8 @@ def merge(chunks: Sequence[Module]) -> None:
 
 
 def _is_adapted(name: str, weight: Tensor, entry: tensors.Parameter) -> bool:
-    if weight.dim() != 2 or not name.startswith("decoder.layers.") or ".router." in name:
+    is_gate = any(part in name for part in _GATES)
+    if weight.dim() != 2 or not name.startswith("decoder.layers.") or is_gate:
         return False
     if entry.layout not in _ADAPTED:
         raise UserError(

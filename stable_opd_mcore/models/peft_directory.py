@@ -35,6 +35,7 @@ from stable_opd_mcore.models.weights import architecture_of, refuse_non_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_GATE_UP = "mlp.experts.gate_up_proj"
 # Settings with which PEFT makes another model of the same factors -> the values that are accepted
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -45,9 +46,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "lora_bias": (False,),
     "modules_to_save": (None, []),
-    "target_parameters": (None, []),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
     "layer_replication": (None,),
     "megatron_config": (None,),
     "trainable_token_indices": (None,),
@@ -108,13 +106,22 @@ def adapter_config(
     kept: Mapping[str, Tensor], rank: int, alpha: float, base: str | None
 ) -> dict[str, Any]:
     """The fields of adapter_config.json for the tensors `kept`, as PEFT writes them."""
+    matrices = {name.removeprefix(_PREFIX).split(".lora_")[0] for name in kept}
+    shared = {name for name in matrices if ".shared_expert." in name}
+    of_parameters: dict[str, Any] = {}
+    if shared:  # named as modules, PEFT would find either the experts or the shared expert
+        parameters = {f"shared_expert.{name.rpartition('.')[2]}.weight" for name in shared}
+        parameters |= {_GATE_UP, "mlp.experts.down_proj"}
+        of_parameters = {"target_parameters": sorted(parameters), **_patterns(rank, alpha)}
+        matrices = {name for name in matrices - shared if ".experts." not in name}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "target_modules": sorted({name.split(".")[-3] for name in kept}),
+        "target_modules": sorted({name.rpartition(".")[2] for name in matrices}),
+        **of_parameters,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -122,6 +129,11 @@ def adapter_config(
         "use_dora": False,
         "inference_mode": True,
     }
+
+
+def _patterns(rank: int, alpha: float) -> dict[str, dict[str, float]]:
+    """PEFT's settings of the experts' gate and up, which it joins with the ranks of both."""
+    return {"rank_pattern": {_GATE_UP: 2 * rank}, "alpha_pattern": {_GATE_UP: 2 * alpha}}
 
 
 def is_adapter(directory: Path) -> bool:
@@ -154,15 +166,16 @@ def read_config(directory: Path) -> tuple[int, float]:
     if not file.is_file():
         raise UserError(f"{file}: no such file; give a directory that PEFT has saved")
     fields = read_json_object(file)
-    for key, values in _PLAIN.items():
+    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or min(rank, alpha) <= 0:
+        raise UserError(f"{file}: r={rank!r} and lora_alpha={alpha!r} should be positive numbers")
+    patterns = {key: ({}, pattern) for key, pattern in _patterns(rank, alpha).items()}
+    for key, values in (_PLAIN | patterns).items():
         if key in fields and fields[key] not in values:
             raise UserError(
                 f"{file}: {key}={fields[key]!r} is not supported; expected {values[0]!r}: merge "
                 "this adapter into its model with PEFT, and give the merged model as student.path"
             )
-    rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float) or min(rank, alpha) <= 0:
-        raise UserError(f"{file}: r={rank!r} and lora_alpha={alpha!r} should be positive numbers")
     return rank, float(alpha)
 
 

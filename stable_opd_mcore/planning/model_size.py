@@ -109,7 +109,8 @@ class ModelSize:
         return self.layers_per_stage * own * each
 
     def factor_parameters(self, rank: int, stage: int) -> int:
-        """Parameters of the low-rank factors in one stage's layers, without those of experts."""
+        """Parameters of the low-rank factors in one stage's layers, a shared expert's included,
+        without those of experts."""
         model, net, t = self.architecture, self.architecture.delta_net, self.layout.tensor
         hidden, delta_layers = model.hidden_size, self.delta_layers(stage)
         refuse_factors(model)
@@ -118,9 +119,10 @@ class ModelSize:
         layers = (self.layers_per_stage - delta_layers) * (4 * hidden + heads // t)
         if net is not None:
             heads = net.channels + 2 * net.values + 2 * net.num_value_heads
-            layers += delta_layers * (5 * hidden + heads // t)
-        if model.experts is None:
-            layers += self.layers_per_stage * (3 * hidden + 3 * model.ffn_hidden_size // t)
+            num_matrices = 3 if model.family.joined_delta_nets else 5
+            layers += delta_layers * (num_matrices * hidden + heads // t)
+        if model.dense_width:
+            layers += self.layers_per_stage * 3 * (hidden + model.dense_width // t)
         return rank * layers
 
     def expert_factor_parameters(self, rank: int) -> int:

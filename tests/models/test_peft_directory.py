@@ -75,7 +75,9 @@ def test_the_files_are_the_trained_model(model_type, num_matrices, world: World,
     torch.testing.assert_close(found, logprobs_of(chunks), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_moe", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_vl", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
+)
 def test_peft_loads_the_files(model_type, world: World, tmp_path) -> None:
     peft = pytest.importorskip("peft")
     fields = tiny.config(model_type)

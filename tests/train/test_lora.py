@@ -26,7 +26,7 @@ from tests.models import tiny
 from tests.parallel.launch import run_ranks
 from tests.train.layouts import short_config, train_through
 from tests.train.runs import metrics_of, problems, tiny_architecture
-from tests.train.test_delta_nets import HYBRID, LAYOUTS
+from tests.train.test_delta_nets import SIZES
 from tests.train.test_experts import MIXTURE
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,11 @@ EXPERT_LAYOUTS = {
     "cp2_ep2": {"expert": 2, "context": 2},
     "ep2_pp2": {"expert": 2, "pipeline": 2},
 }
-DELTA_LAYOUTS = {name: (DENSE_LAYOUTS | LAYOUTS)[name] for name in ("tp2_sp", "tp2_pp2", "dp4")}
+SHARED_LAYOUTS = {
+    "ep4_tp2": {"expert": 4, "tensor": 2, "sequence": True},
+    "tp2_pp2": {"tensor": 2, "pipeline": 2, "sequence": True},
+    "ep2": {"expert": 2},
+}
 LORA = {"rank": 4, "alpha": 8.0, "expert_rank": 2}
 KEYS = ("loss/total", "loss/pg", "loss/kl", "grad_norm", "logprob/rollout_gap_max")
 
@@ -60,7 +64,8 @@ def config_of(directory: Path, name: str, steps: int, **sections: Any) -> Config
 MOVING_LAYOUTS = {name: DENSE_LAYOUTS[name] for name in ("tp2_pp2", "tp2_sp_cp2", "dp4")}
 MOVING: dict[str, Any] = {"reference": {"update": "every", "every": 2}}
 EXPERTS = {"student": {"architecture": MIXTURE, "lora": LORA}}  # two layers
-DELTA = {"student": {"architecture": HYBRID, "lora": LORA}}
+# Gated delta nets, experts and a shared expert
+SHARED = {"student": {"architecture": tiny.config("qwen3_5_moe", **SIZES), "lora": LORA}}
 
 
 def on_one_rank(rank: int, world_size: int, directory: str) -> None:
@@ -68,7 +73,7 @@ def on_one_rank(rank: int, world_size: int, directory: str) -> None:
     train(config_of(path, "dense", len(DENSE_LAYOUTS)), show_progress=False)
     train(config_of(path, "moving", 3, **MOVING), show_progress=False)
     train(config_of(path, "experts", len(EXPERT_LAYOUTS), **EXPERTS), show_progress=False)
-    train(config_of(path, "delta", len(DELTA_LAYOUTS), **DELTA), show_progress=False)
+    train(config_of(path, "shared", len(SHARED_LAYOUTS), **SHARED), show_progress=False)
 
 
 def on_every_layout(rank: int, world_size: int, directory: str) -> None:
@@ -76,7 +81,7 @@ def on_every_layout(rank: int, world_size: int, directory: str) -> None:
         ("dense", DENSE_LAYOUTS, {}),
         ("moving", MOVING_LAYOUTS, MOVING),
         ("experts", EXPERT_LAYOUTS, EXPERTS),
-        ("delta", DELTA_LAYOUTS, DELTA),
+        ("shared", SHARED_LAYOUTS, SHARED),
     ):
         train_through(layouts, config_of, Path(directory), f"{name}_resumed", **sections)
 
@@ -89,10 +94,10 @@ def runs(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", ["dense", "experts", "moving", "delta"])
+@pytest.mark.parametrize("name", ["dense", "experts", "moving", "shared"])
 def test_every_layout_gives_the_numbers_of_one_rank(runs, name):
     expected, found = metrics_of(runs / name), metrics_of(runs / f"{name}_resumed")
-    rounding = 1e-3 if name == "delta" else 1e-4
+    rounding = 1e-3 if name == "shared" else 1e-4
     assert len(found) == len(expected) > 2
     assert expected[0]["loss/kl"] == 0 < expected[1]["loss/kl"]  # to the student without factors
     for key in KEYS:
