@@ -1,8 +1,7 @@
-"""Which grids of ranks can hold a model, and which models can have low-rank factors."""
+"""Which grids of ranks can hold a model."""
 
 from __future__ import annotations
 
-from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture
 
 
@@ -53,16 +52,6 @@ def layout_refusal(
             "parallel.sequence=true"
         )
     return None
-
-
-def refuse_factors(architecture: Architecture) -> None:
-    """Raise a UserError for a model that `student.lora` cannot adapt yet."""
-    if architecture.family.stacked_experts:
-        raise UserError(
-            f"student.lora: the experts of this {architecture.model_type} model, which are "
-            "interleaved in its files, have no factors yet; set student.lora=null, or take "
-            "another student"
-        )
 
 
 def _cut_over_tensor_ranks(architecture: Architecture) -> dict[str, int]:

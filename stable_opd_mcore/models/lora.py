@@ -6,7 +6,7 @@
 Every Hugging Face matrix of a layer, W [O, I], becomes W + alpha / rank · B A; routers and the
 gates of shared experts are left out. A [R, I] is drawn as PEFT draws it, B [O, R] is zero. Where
 Megatron joins matrices, such as q, k and v, each keeps its own pair, so the factors are the same as
-PEFT's.
+PEFT's. Where HF's files hold an expert's gate and up as one matrix, they have one pair.
 
 The pairs of one linear layer are `Factors` (factors.py).
 
@@ -31,7 +31,6 @@ from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.factors import Factors, Which, add_to_output, factors_of
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import FactorList, unwrap
-from stable_opd_mcore.models.layout_refusal import refuse_factors
 from stable_opd_mcore.models.weights import (
     Exchange,
     architecture_of,
@@ -62,17 +61,17 @@ def adapt(
         seed: for the values of A, which do not depend on the layout.
 
     Raises:
-        UserError: a matrix, or a family, that has no factors yet.
+        UserError: a matrix that has no factors yet.
     """
     for model in map(unwrap, chunks):
-        refuse_factors(model.architecture)
         model.requires_grad_(False)
         by_linear: dict[str, list[Factors]] = {}
         for name, weight, entry in list(described_parameters([model])):
             if not _is_adapted(name, weight, entry):
                 continue
             own_rank = (expert_rank or rank) if entry.is_expert else rank
-            factors = Factors(model, weight, entry, own_rank, alpha)
+            pairs = tensors.of_factors(entry, model.architecture)
+            factors = Factors(model, weight, pairs, own_rank, alpha)
             model.factors.append(factors)
             by_linear.setdefault(name.rpartition(".")[0], []).append(factors)
         for name, each in by_linear.items():
@@ -87,7 +86,11 @@ def adapt(
 @torch.no_grad()
 def merge(chunks: Sequence[Module]) -> None:
     """Add the factors to their matrices on this rank, and remove them from the chunks."""
-    weights = {entry.hf_names: weight for _, weight, entry in described_parameters(chunks)}
+    architecture = architecture_of(chunks)
+    weights = {
+        tensors.of_factors(entry, architecture).hf_names: weight
+        for _, weight, entry in described_parameters(chunks)
+    }
     for factors in factors_of(chunks):
         weight = weights[factors.entry.hf_names]
         weight.copy_(factors.added_to(weight))
@@ -192,7 +195,8 @@ def iter_factors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Tensor
             found.setdefault((name, which), []).append(torch.cat(shards, dim=cut or 0))
         return [torch.cat(pieces) for pieces in found.values()]
 
-    for entry in tensors.canonical_parameters(architecture):
+    for parameter in tensors.canonical_parameters(architecture):
+        entry = tensors.of_factors(parameter, architecture)
         if not exchange.knows(entry):
             continue
         rank = int(form["expert_rank" if entry.is_expert else "rank"])
@@ -207,7 +211,7 @@ def adapted_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
     return {
         name: cast(tuple[int, int], tensors.hf_shape(name, architecture))
         for entry in tensors.canonical_parameters(architecture)
-        for name in entry.hf_names
+        for name in tensors.of_factors(entry, architecture).hf_names
         if entry.layout in _ADAPTED and len(tensors.hf_shape(name, architecture)) == 2
     }
 

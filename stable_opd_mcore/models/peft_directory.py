@@ -2,15 +2,24 @@
 
 PEFT loads what is written here. An adapter that is read must have one rank and alpha for all
 matrices, and a pair for each matrix that has factors in lora.py; variants of LoRA are refused.
+
+Where files stack the experts of a layer, as gpt-oss's do, PEFT stacks their pairs, too: A is
+[E R, I], an expert's rows in sequence, and B is [O, R E], all experts' columns of a rank in
+sequence. The rows of B for gate and up are then interleaved as in the files.
+
+Letters: E experts, I inputs and O outputs of a matrix, R rank of its factors.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -35,7 +44,8 @@ from stable_opd_mcore.models.weights import architecture_of, refuse_non_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_GATE_UP = "mlp.experts.gate_up_proj"
+_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.\w+\.weight")
 # Settings with which PEFT makes another model of the same factors -> the values that are accepted
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -71,7 +81,8 @@ def export_adapter(
     refuse_non_finite(chunks, f"{directory} is not written")
     form = form_of(chunks)
     rank = int(max(form["rank"], form.get("expert_rank", 0)))
-    kept: dict[str, Tensor] = {}
+    architecture = architecture_of(chunks)
+    parts: dict[str, list[Tensor]] = {}  # of all experts, or the only one
     for name, a_RI, b_OR in iter_factors(chunks):
         if dist.get_rank() == 0:
             own_rank = a_RI.shape[0]
@@ -81,7 +92,14 @@ def export_adapter(
             padded_a_RI[:own_rank] = a_RI
             padded_b_OR = b_OR.new_zeros(b_OR.shape[0], rank, device="cpu")
             padded_b_OR[:, :own_rank] = b_OR if own_rank == rank else b_OR * (rank / own_rank)
-            kept[tensor_name(name, "A")], kept[tensor_name(name, "B")] = padded_a_RI, padded_b_OR
+            if _holds_gate_up(name):
+                padded_b_OR = _swapped(padded_b_OR, (2, -1))
+            parts.setdefault(_place(name, "A", architecture)[0], []).append(padded_a_RI)
+            parts.setdefault(_place(name, "B", architecture)[0], []).append(padded_b_OR)
+    kept = {
+        name: torch.cat(each) if ".lora_A." in name else torch.stack(each, dim=2).flatten(1)
+        for name, each in parts.items()
+    }
     if dist.get_rank() == 0:
         try:
             with atomic_directory(directory) as partial:
@@ -102,16 +120,41 @@ def tensor_name(name: str, which: Which) -> str:
     return f"{_PREFIX}{name.removesuffix('.weight')}.lora_{which}.weight"
 
 
+def _place(name: str, which: Which, architecture: Architecture) -> tuple[str, int | None]:
+    """PEFT's name of the tensor that holds a factor, and the expert whose part of it the factor is;
+    None: the factor is the whole tensor."""
+    match = _EXPERT.fullmatch(name) if architecture.family.stacked_experts else None
+    if match is None:
+        return tensor_name(name, which), None
+    # PEFT wraps the experts' module once for gate and up, and again for down.
+    wrapped = match[1] + (".base_layer" if _holds_gate_up(name) else "")
+    return tensor_name(wrapped, which), int(match[2])
+
+
+def _holds_gate_up(name: str) -> bool:
+    """Whether the HF name is of one matrix of gate and up, whose rows files interleave."""
+    return name.endswith(".gate_up_proj.weight")
+
+
+def _swapped(b_OR: Tensor, order: tuple[int, int]) -> Tensor:
+    """Rows of gate and up: (2, -1) from all of gate's before up's to in turn; (-1, 2) back."""
+    return b_OR.unflatten(0, order).transpose(0, 1).flatten(0, 1)
+
+
 def adapter_config(
     kept: Mapping[str, Tensor], rank: int, alpha: float, base: str | None
 ) -> dict[str, Any]:
     """The fields of adapter_config.json for the tensors `kept`, as PEFT writes them."""
     matrices = {name.removeprefix(_PREFIX).split(".lora_")[0] for name in kept}
     shared = {name for name in matrices if ".shared_expert." in name}
+    stacked = {name for name in matrices if name.endswith((".experts", ".experts.base_layer"))}
     of_parameters: dict[str, Any] = {}
+    if stacked:
+        matrices -= stacked
+        of_parameters = {"target_parameters": [_DOWN, _GATE_UP]}
     if shared:  # named as modules, PEFT would find either the experts or the shared expert
         parameters = {f"shared_expert.{name.rpartition('.')[2]}.weight" for name in shared}
-        parameters |= {_GATE_UP, "mlp.experts.down_proj"}
+        parameters |= {_GATE_UP, _DOWN}
         of_parameters = {"target_parameters": sorted(parameters), **_patterns(rank, alpha)}
         matrices = {name for name in matrices - shared if ".experts." not in name}
     return {
@@ -197,11 +240,12 @@ def check_adapter(
                 f"student.lora.{key}={own[key]:g}, but the adapter in {directory} has {found:g}; "
                 f"set student.lora.{key}={found:g}"
             )
-    wanted = {
-        tensor_name(name, which): (rank, inputs) if which == "A" else (outputs, rank)
-        for name, (outputs, inputs) in adapted_shapes(architecture).items()
-        for which in get_args(Which)
-    }
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, (outputs, inputs) in adapted_shapes(architecture).items():
+        for which in get_args(Which):
+            tensor, expert = _place(name, which, architecture)
+            ranks = rank * (1 if expert is None else _num_experts(architecture))
+            wanted[tensor] = (ranks, inputs) if which == "A" else (outputs, ranks)
     try:
         with safe_open(file, framework="pt") as tensors:
             names: list[str] = tensors.keys()
@@ -224,10 +268,28 @@ def load_adapter(chunks: Sequence[Module], directory: Path, lora: LoraConfig) ->
     Raises:
         UserError: as `check_adapter`, or a value is not finite.
     """
-    check_adapter(directory, architecture_of(chunks), lora)
+    architecture = architecture_of(chunks)
+    check_adapter(directory, architecture, lora)
     with safe_open(directory / WEIGHTS, framework="pt") as tensors:
-        fill_factors(chunks, lambda name, which, _: tensors.get_tensor(tensor_name(name, which)))
+        read = lru_cache(maxsize=4)(tensors.get_tensor)  # a layer's stacks, read by many experts
+
+        def factor(name: str, which: Which, _: tuple[int, int]) -> Tensor:
+            tensor, expert = _place(name, which, architecture)
+            whole = read(tensor)
+            if expert is None:
+                return whole
+            if which == "A":
+                return whole.chunk(_num_experts(architecture))[expert]
+            b_OR = whole.unflatten(1, (-1, _num_experts(architecture)))[..., expert]
+            return _swapped(b_OR, (-1, 2)) if _holds_gate_up(name) else b_OR
+
+        fill_factors(chunks, factor)
     refuse_non_finite(chunks, str(directory / WEIGHTS))
+
+
+def _num_experts(architecture: Architecture) -> int:
+    assert architecture.experts is not None
+    return architecture.experts.number
 
 
 def merge_adapter(chunks: Sequence[Module], directory: Path) -> None:

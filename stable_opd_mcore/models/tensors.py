@@ -210,6 +210,14 @@ def _mlp(architecture: Architecture) -> list[Parameter]:
     return [*shared, *router, *chain.from_iterable(each)]
 
 
+def of_factors(entry: Parameter, architecture: Architecture) -> Parameter:
+    """The entry with the matrices that have a pair of low-rank factors each (factors.py): HF's
+    tensors, but one matrix with the rows of gate and up where files interleave these."""
+    if entry.layout != "expert_gate_up" or not architecture.family.stacked_experts:
+        return entry
+    return replace(entry, hf_names=(entry.hf_names[0].replace("gate_proj", "gate_up_proj"),))
+
+
 def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Name and shape of every Hugging Face tensor, in the order of the forward pass."""
     entries = canonical_parameters(architecture)
@@ -217,7 +225,7 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
-    """The shape of a Hugging Face tensor of this architecture."""
+    """The shape of a Hugging Face tensor of this architecture, or of a matrix of `of_factors`."""
     a = architecture
     if ".linear_attn." in name:
         return _delta_net_shape(name.rpartition(".linear_attn.")[2].removesuffix(".weight"), a)
@@ -233,6 +241,7 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
         "o_proj": (a.hidden_size, query),
         "gate_proj": (ffn, a.hidden_size),
         "up_proj": (ffn, a.hidden_size),
+        "gate_up_proj": (2 * ffn, a.hidden_size),
         "down_proj": (a.hidden_size, ffn),
         "gate": (a.experts.number if a.experts else 0, a.hidden_size),
         "router": (a.experts.number if a.experts else 0, a.hidden_size),

@@ -86,7 +86,8 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
     factors = {each.entry.hf_names: each for each in factors_of(chunks)}
 
     def whole(entry: Parameter) -> tuple[Tensor, ...]:
-        weight, own = local[entry.hf_names].detach(), factors.get(entry.hf_names)
+        own = factors.get(tensors.of_factors(entry, architecture).hf_names)
+        weight = local[entry.hf_names].detach()
         merged = weight if own is None or not own.is_on else own.added_to(weight)
         is_cut = entry.layout != "whole" and not entry.is_expert
         shards = shards_of(merged, models[0].pg_collection.tp) if is_cut else [merged]

@@ -12,7 +12,6 @@ rows of the stored embedding, t tensor ranks.
 from dataclasses import dataclass
 
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.layout_refusal import refuse_factors
 from stable_opd_mcore.planning.layout import Layout
 
 # Bytes of a parameter's weight and of its Adam state: fp32 weights, which with fp32 are the
@@ -113,7 +112,6 @@ class ModelSize:
         without those of experts."""
         model, net, t = self.architecture, self.architecture.delta_net, self.layout.tensor
         hidden, delta_layers = model.hidden_size, self.delta_layers(stage)
-        refuse_factors(model)
         # A of a matrix that is cut by rows, and B of one that is cut by columns, are whole.
         heads = self.gated_width + self.query_width + 2 * self.key_width
         layers = (self.layers_per_stage - delta_layers) * (4 * hidden + heads // t)
@@ -127,8 +125,13 @@ class ModelSize:
 
     def expert_factor_parameters(self, rank: int) -> int:
         """Parameters of the low-rank factors of this rank's experts; 0 in a dense model."""
-        inputs, outputs = self.architecture.hidden_size, self.architecture.ffn_hidden_size
-        return self.expert_parameters() // (inputs * outputs) * rank * (inputs + outputs)
+        model, hidden = self.architecture, self.architecture.hidden_size
+        if model.experts is None:
+            return 0
+        own = self.layers_per_stage * model.experts.number // self.layout.expert
+        # Gate and up share their A where files interleave them.
+        each = (2 if model.family.stacked_experts else 3) * hidden + 3 * model.ffn_hidden_size
+        return own * rank * each
 
     def widest_matrix(self) -> int:
         """Elements of a layer's largest matrix, joined as Megatron joins matrices."""

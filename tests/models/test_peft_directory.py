@@ -58,7 +58,7 @@ def logprobs_by_transformers(model: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     ("model_type", "num_matrices"),
-    [("qwen2", 7), ("qwen3_vl", 7), ("llama", 7), ("qwen3_5_text", 12)],
+    [("qwen2", 7), ("qwen3_vl", 7), ("llama", 7), ("qwen3_5_text", 12), ("gpt_oss", 4)],
 )
 def test_the_files_are_the_trained_model(model_type, num_matrices, world: World, tmp_path) -> None:
     fields = tiny.config(model_type)
@@ -76,7 +76,8 @@ def test_the_files_are_the_trained_model(model_type, num_matrices, world: World,
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen3_vl", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
+    "model_type",
+    ["qwen3_vl", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gpt_oss"],
 )
 def test_peft_loads_the_files(model_type, world: World, tmp_path) -> None:
     peft = pytest.importorskip("peft")
@@ -103,10 +104,13 @@ def test_fewer_ranks_of_experts_are_padded(world: World, tmp_path) -> None:
             torch.testing.assert_close(product, factors.scale * b_OR.detach() @ a_RI.detach())
 
 
+LAYOUT = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
+
+
 @pytest.mark.slow
 def test_an_adapter_of_any_layout_is_read_on_any_other(tmp_path) -> None:
     run_ranks(1, write_and_read, str(tmp_path), "one", {})
-    run_ranks(4, write_and_read, str(tmp_path), "four", {"tensor": 2, "pipeline": 2})
+    run_ranks(4, write_and_read, str(tmp_path), "four", LAYOUT)
     one, four = (
         load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "four")
     )
@@ -118,9 +122,9 @@ def write_and_read(rank: int, world_size: int, path: str, name: str, parallel: d
     """Four ranks write what they have read from the files of one."""
     world = start_world(ParallelConfig(**parallel), seed=0)
     if name == "one":
-        chunks = adapted(tiny.config("qwen3"), world)
+        chunks = adapted(tiny.config("gpt_oss"), world)
     else:
-        chunks = build_model(tiny.architecture("qwen3"), world)
+        chunks = build_model(tiny.architecture("gpt_oss"), world)
         adapt(chunks, rank=4, alpha=8.0)
         load_adapter(chunks, Path(path) / "one", LoraConfig(rank=4, alpha=8.0))
     export_adapter(chunks, Path(path) / name, None)

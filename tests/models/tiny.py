@@ -140,10 +140,17 @@ def redraw_factors(chunks: Sequence[Module], seed: int, std: float = 0.2) -> Non
 
 def add_adapter(model: Module, pairs: dict[str, Tensor], settings: dict[str, Any]) -> None:
     """PEFT's arithmetic on transformers' own weights."""
+    scale = settings["lora_alpha"] / settings["r"]
     for name in [name for name in pairs if ".lora_A." in name]:
-        linear = model.get_submodule(name.removeprefix("base_model.model.").split(".lora_A")[0])
-        product = pairs[name.replace("lora_A", "lora_B")] @ pairs[name]
-        linear.weight.data += settings["lora_alpha"] / settings["r"] * product
+        path = name.removeprefix("base_model.model.").split(".lora_A")[0]
+        a, b = pairs[name], pairs[name.replace("lora_A", "lora_B")]
+        module: Any = model.get_submodule(path.removesuffix(".base_layer"))
+        if not path.endswith((".experts", ".experts.base_layer")):
+            module.weight.data += scale * b @ a
+            continue
+        stack = module.gate_up_proj if path.endswith(".base_layer") else module.down_proj
+        a_ERI, b_ORE = a.unflatten(0, (len(stack), -1)), b.unflatten(1, (-1, len(stack)))
+        stack.data += scale * torch.einsum("ore,eri->eio", b_ORE, a_ERI)
 
 
 def file_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:

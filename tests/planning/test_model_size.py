@@ -131,7 +131,8 @@ def test_matrices_in_fp8_are_those_that_the_built_model_rounds(family, expert):
 
 
 @pytest.mark.parametrize(
-    ("family", "expert"), [("qwen2", 1), ("qwen3_moe", 2), ("qwen3_5_text", 1), ("qwen3_next", 2)]
+    ("family", "expert"),
+    [("qwen2", 1), ("qwen3_moe", 2), ("qwen3_5_text", 1), ("qwen3_next", 2), ("gpt_oss", 2)],
 )
 def test_low_rank_factors_are_those_of_the_built_model(family, expert):
     architecture, parallel = cut_model(family, expert)
