@@ -239,8 +239,8 @@ CASES = [
     *(("qwen3", name) for name in LAYOUTS),
     ("qwen2", "tp2_sp"),
     *(("qwen3_5_text", name) for name in ("tp2", "tp2_sp", "pp2_vpp2")),
-    ("qwen3_moe", "ep2"),
-    *((name, "tp2_sp_ep2") for name in ("qwen3_next", "gpt_oss")),
+    *(("qwen3_moe", name) for name in EXPERT_LAYOUTS),
+    ("gpt_oss", "tp2_sp_ep2"),
 ]
 STEPS = 3
 
