@@ -193,7 +193,7 @@ def training_command(directory: Path, name: str, *overrides: str) -> list[str]:
     """`stable-opd train`; `overrides` are settings and constants, as with_constants.py takes."""
     return [
         *(*STABLE_OPD, "train"),
-        *_settings(directory, name, PYTHON),
+        *_settings(directory, name),
         "rollout.engine=sglang",
         "monitoring.tensorboard=false",
         "evaluation.every=0",
@@ -213,11 +213,9 @@ def started(*servers: SglangServer) -> Iterator[None]:
         yield
 
 
-def serve(
-    directory: Path, name: str, *overrides: str, python: str = PYTHON, at: Host | None = None
-) -> Process:
+def serve(directory: Path, name: str, *overrides: str, at: Host | None = None) -> Process:
     """Start `stable-opd serve configs/smoke_cpu.yaml`, here or on the host `at`."""
-    command = [*STABLE_OPD, "serve", *_settings(directory, name, python)]
+    command = [*STABLE_OPD, "serve", *_settings(directory, name)]
     command += overrides
     return Process(command if at is None else at.command(*command), directory / f"{name}.output")
 
@@ -234,13 +232,13 @@ def external(*urls: str) -> tuple[str, str]:
     return "rollout.sglang.placement=external", f"rollout.sglang.urls=[{','.join(urls)}]"
 
 
-def _settings(directory: Path, name: str, python: str) -> list[str]:
+def _settings(directory: Path, name: str) -> list[str]:
     arguments = ",".join(f"'{argument}'" for argument in SERVER_ARGUMENTS)
     return [
         "configs/smoke_cpu.yaml",
         f"run.name={name}",
         f"run.directory={directory}",
-        f"rollout.sglang.python={python}",
+        f"rollout.sglang.python={PYTHON}",
         f"rollout.sglang.arguments=[{arguments}]",
     ]
 

@@ -27,11 +27,11 @@ from stable_opd_mcore.rollout.sglang.server_setup import family_arguments, write
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
 from tests.integration.sglang_tools import (
+    PYTHON,
     SERVER_ARGUMENTS,
     VOCABULARY,
     architecture,
     events,
-    forking_python,
     needs_sglang,
     started,
 )
@@ -100,7 +100,7 @@ def _server(directory: Path, fields: dict[str, Any]) -> SglangServer:
     if "num_experts_per_tok" in fields:
         arguments += ("--enable-return-routed-experts",)
     options = ServerOptions(
-        python=forking_python(), model=str(model), tensor=2, api_key="secret", arguments=arguments
+        python=PYTHON, model=str(model), tensor=2, api_key="secret", arguments=arguments
     )
     return SglangServer(options, directory / "server.log")
 

@@ -41,7 +41,6 @@ from tests.integration.sglang_tools import (
     architecture,
     external,
     faulty_proxy,
-    forking_python,
     group_lives,
     needs_sglang,
     rollouts,
@@ -213,7 +212,7 @@ def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path)
         return body
 
     with (
-        serve(tmp_path, "student", *settings, python=forking_python()) as student,
+        serve(tmp_path, "student", *settings) as student,
         faulty_proxy(urls_of(student)[0], change=hold_back_the_first) as sampling,
         faulty_proxy(server.url, asked.append, note_scores) as scoring,
     ):
