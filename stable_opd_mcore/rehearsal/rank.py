@@ -24,6 +24,7 @@ from megatron.core.optimizer import clip_grads
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.losses import output_head, torch_ops
 from stable_opd_mcore.losses.output_head import accumulation_dtype
 from stable_opd_mcore.metrics import Metrics, Sum
@@ -102,17 +103,22 @@ class _Inputs:
         return ""
 
     def __len__(self) -> int:
-        return self.config.rollout.prompts_per_step
+        return len(self.source_names())
+
+    def source_names(self) -> list[str]:
+        """The source of each prompt; every source has those of a whole step."""
+        per_step = range(self.config.rollout.prompts_per_step)
+        return [source_name(each) for each in self.config.data.sources for _ in per_step]
 
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """See `PromptSet.select`."""
-        response = self.response()
+        response, names = self.response(), self.source_names()
         settings = self.config.teacher
         has_own = settings is not None and settings.prompt is not None
         own = (0,) * (self.prompt_tokens + PRIVILEGED_TOKENS) if has_own else None
         return [
             Prompt(
-                f"rehearsal:{i}",
+                f"{names[i]}:{i}",
                 "",
                 (0,) * self.prompt_tokens,
                 golden_token_ids=response,

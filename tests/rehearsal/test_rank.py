@@ -21,15 +21,18 @@ MODELS = {  # settings of the student -> its parameters
 # The student as its own teacher, with a prompt of its own.
 SELF = ["teacher.architecture=null", "teacher.path=self", "teacher.prompt='{{ solution }}'"]
 SERVED = ["teacher.architecture=null", "teacher.engine=sglang", "teacher.api_key_file=absent"]
-SERVED += ["teacher.urls=['http://absent:1', 'http://absent:2']"]
+URLS = [*SERVED, "teacher.urls=['http://absent:1', 'http://absent:2']"]
+SOURCE = "{path: synthetic:arithmetic, name: %s}"
+ROUTES = [*SERVED, f"data.train=[{SOURCE % 'a'}, {SOURCE % 'b'}]"]
+ROUTES += ["teacher.routes={a: ['http://absent:1'], b: ['http://absent:2']}"]
 CUT = ["parallel.tensor=2", "parallel.context=2", "parallel.sequence=true"]
 LAYOUTS = [  # student, settings of the layout, rank of 8, its stage
     ("dense", ["parallel.pipeline=2", "parallel.virtual_pipeline=2", *SELF], 0, 0),
     ("dense", ["parallel.pipeline=2", "sampling.temperature=0.9", "train.minibatches=2"], 7, 1),
     ("dense", [*CUT, *SELF, "teacher.weights=ema"], 0, 0),
     ("dense", [*CUT, *SELF, "student.lora.rank=4", "train.recompute=full"], 0, 0),
-    ("dense", ["parallel.pipeline=2", *SERVED], 4, 1),
-    ("dense", [*CUT, *SERVED, "objective.name=lsm", "objective.top_k=4"], 0, 0),
+    ("dense", ["parallel.pipeline=2", *ROUTES], 4, 1),
+    ("dense", [*CUT, *URLS, "objective.name=lsm", "objective.top_k=4"], 0, 0),
     ("experts", ["parallel.expert=4", "parallel.tensor=2", "parallel.sequence=true"], 0, 0),
     ("experts", ["parallel.expert=2", "parallel.pipeline=2", "train.recompute=full"], 4, 1),
     ("experts", ["parallel.expert=2", "parallel.pipeline=2", "student.lora.rank=4"], 0, 0),
