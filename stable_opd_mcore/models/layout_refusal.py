@@ -22,7 +22,7 @@ def layout_refusal(
             return (
                 f"parallel.tensor={tensor} does not divide {name}={number} of this "
                 f"{architecture.model_type} model: choose a tensor size among "
-                f"{_divisors(architecture.num_key_value_heads)}"
+                f"{divisors(architecture.num_key_value_heads)}"
             )
     if context > 1 and (net is not None or architecture.family.sinks):
         needs_whole = "a gated delta net" if net is not None else "an attention sink"
@@ -36,14 +36,14 @@ def layout_refusal(
         return (
             f"{architecture.num_layers} layers do not divide into parallel.pipeline={pipeline} x "
             f"parallel.virtual_pipeline={num_chunks} = {stages} stages: choose a product among "
-            f"{_divisors(architecture.num_layers)}"
+            f"{divisors(architecture.num_layers)}"
         )
     if experts is None:
         return None
     if experts.number % expert:
         return (
             f"parallel.expert={expert} does not divide the {experts.number} experts of this "
-            f"{architecture.model_type} model: choose among {_divisors(experts.number)}"
+            f"{architecture.model_type} model: choose among {divisors(experts.number)}"
         )
     if tensor > 1 and not sequence:
         return (
@@ -66,5 +66,5 @@ def _cut_over_tensor_ranks(architecture: Architecture) -> dict[str, int]:
     }
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

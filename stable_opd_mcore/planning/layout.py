@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.layout_refusal import layout_refusal
+from stable_opd_mcore.models.layout_refusal import divisors, layout_refusal
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def valid_layouts(
     architectures: Sequence[Architecture], gpus: int, gpus_per_node: int
 ) -> Iterator[ParallelConfig]:
     """Every layout that holds all models, tensor ranks within a node; one chunk a stage."""
-    for tensor in _divisors(gpus_per_node):
-        for pipeline in _divisors(gpus // tensor if gpus % tensor == 0 else 1):
-            for context in _divisors(gpus // (tensor * pipeline)):
+    for tensor in divisors(gpus_per_node):
+        for pipeline in divisors(gpus // tensor if gpus % tensor == 0 else 1):
+            for context in divisors(gpus // (tensor * pipeline)):
                 if gpus % (tensor * pipeline * context) or context > gpus_per_node:
                     continue
                 for expert in _expert_sizes(architectures, gpus // pipeline, tensor):
@@ -114,8 +114,4 @@ def _expert_sizes(architectures: Sequence[Architecture], ranks: int, tensor: int
     """Values of parallel.expert for the ranks of a stage: whole replicas, or equal parts of one."""
     if all(model.experts is None for model in architectures):
         return [1]
-    return [n for n in _divisors(ranks) if n % tensor == 0 or tensor % n == 0]
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return [n for n in divisors(ranks) if n % tensor == 0 or tensor % n == 0]

@@ -18,7 +18,8 @@ as those of servers would be, and the same in every run. A response that continu
 is decoded again from its prompt and tokens, so the new weights read its old tokens.
 
 Letters: P contexts, R rows of one batch, one an episode, B rows still running, L new tokens, T
-tokens of a row in one forward pass, H hidden size, D half the size of a head, V vocabulary.
+tokens of a row in one forward pass, H hidden size, D half the size of a head, V vocabulary, S its
+shards.
 """
 
 from __future__ import annotations
@@ -341,12 +342,8 @@ class EmbeddedEngine(RolloutEngine):
         """fp32 logits of the common vocabulary [B, V], gathered over the head's shards."""
         head = self._head
         assert head is not None
-        logits_BV = linear(hidden_BH, head.weight_VH)
-        if head.group is not None and head.group.size() > 1:
-            shards = [torch.empty_like(logits_BV) for _ in range(head.group.size())]
-            dist.all_gather(shards, logits_BV.contiguous(), group=head.group)
-            logits_BV = torch.cat(shards, dim=1)
-        return logits_BV[:, : self.vocab_size].float()
+        logits_SBV = head.gather(linear(hidden_BH, head.weight_VH))
+        return logits_SBV.transpose(0, 1).flatten(1)[:, : self.vocab_size].float()
 
 
 def _left_padded(contexts: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
