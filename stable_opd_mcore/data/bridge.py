@@ -35,7 +35,6 @@ class Observed:
 
     token_ids: tuple[int, ...]
     text: str  # what was encoded; in `append` it begins with the end of the turn before
-    num_neutralised: int = 0  # control tokens that foreign text contained
     restarts: bool = False  # token_ids are a whole context that does not extend the one before
 
 
@@ -57,13 +56,13 @@ class Bridge:
         for message in messages:
             if reason := self.refusal(message["role"]):
                 raise DataError(reason)
-        cleaned, number = self.neutralised(messages)
+        cleaned, _ = self.neutralised(messages)
         self._require_written([_USER, _SAID, *cleaned])
         text = self._after_mark([_USER], cleaned)
         ids = tuple(self._tokenizer.encode(text))
         end = next(place for place, token in enumerate(ids) if token in self._tokenizer.added_ids)
         added = ids[end + 1 :] if ids[end] == last_token else ids
-        return Observed(added, text, number)
+        return Observed(added, text)
 
     def render(self, messages: Sequence[Message], context_ids: Sequence[int]) -> Observed:
         """A whole conversation as the chat template writes it, with the generation prompt. If it
@@ -72,13 +71,13 @@ class Bridge:
         Raises:
             DataError: a template that fails on these messages, or leaves one of them out.
         """
-        cleaned, number = self.neutralised(messages)
+        cleaned, _ = self.neutralised(messages)
         self._require_written(cleaned)
         text = self._tokenizer.render(cleaned, generation_prompt=True)
         ids, length = tuple(self._tokenizer.encode(text)), len(context_ids)
         extends = ids[:length] == tuple(context_ids)
         added = ids[length:] if extends else ids
-        return Observed(added, text, number, restarts=not extends)
+        return Observed(added, text, restarts=not extends)
 
     def between(self, role: str) -> str:
         """What `append` writes for a message of this role whose text is "..."."""

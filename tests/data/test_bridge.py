@@ -53,7 +53,7 @@ def test_a_bridge_is_what_the_template_writes_less_what_was_sampled(name, kwargs
     for last in (other_stop, cut):
         observed = bridge.append([new], last)
         assert observed.token_ids == whole
-        assert (observed.num_neutralised, observed.restarts) == (0, False)
+        assert not observed.restarts
     two = bridge.append([new, new], tokenizer.turn_end_id)
     assert two.text.count(" It is 3.\n") == 2
     assert bridge.refusal(role) is None
@@ -152,22 +152,26 @@ def test_foreign_text_never_ends_its_message(name, kwargs, role, written):
     expected = control_ids(tokenizer, tokenizer.encode(written.format("x")))
     for _ in range(150):
         text = "".join(generator.choices(pieces, k=generator.randrange(1, 9)))
-        observed = bridge.append([{"role": role, "content": text}], 0)
+        messages = [{"role": role, "content": text}]
+        observed, (_, num_neutralised) = bridge.append(messages, 0), bridge.neutralised(messages)
         assert control_ids(tokenizer, observed.token_ids) == expected
-        assert observed.num_neutralised >= sum(map(text.count, names))
-        assert bool(observed.num_neutralised) is bool(tokenizer.control_token_in(text))
+        assert num_neutralised >= sum(map(text.count, names))
+        assert bool(num_neutralised) is bool(tokenizer.control_token_in(text))
         # Encoded together with the text before it, it has the same tokens.
         joined = tokenizer.encode(before + observed.text)
         assert joined == [*tokenizer.encode(before), *observed.token_ids]
         read = "".join(tokenizer.pieces(observed.token_ids))
         assert read == unicodedata.normalize("NFC", observed.text)
-        if not observed.num_neutralised:
+        if not num_neutralised:
             assert observed.text == written.format(text.replace("\ud800", "?"))
     clean = {"role": role, "content": names[0][:1] + " " + names[0][1:]}
     hostile = {"role": role, "content": names[0]}
     assert bridge.append([hostile], 0).token_ids == bridge.append([clean], 0).token_ids
-    rendered = bridge.render([{"role": "user", "content": names[0]}], [])
-    assert (rendered.num_neutralised, rendered.restarts) == (1, False)
+    messages = [{"role": "user", "content": names[0]}]
+    assert bridge.neutralised(messages)[1] == 1
+    rendered = bridge.render(messages, [])
+    assert rendered.token_ids == bridge.render(bridge.neutralised(messages)[0], []).token_ids
+    assert not rendered.restarts
 
 
 def test_a_role_whose_bridge_depends_on_the_history_is_refused_by_name():
