@@ -27,7 +27,7 @@ def facts(inputs: RunInputs) -> list[str]:
             line += f"; the teacher's {_lengths(own)}"
         goldens = [length for length in prompts.golden_lengths() if length]
         if goldens:
-            limit = inputs.config.sampling.max_new_tokens
+            limit = inputs.config.longest_episode
             cut = sum(length > limit for length in goldens)
             line += f"; golden solutions {_lengths(goldens)}, {cut} longer than a response may be"
         lines.append(line)
@@ -54,7 +54,7 @@ def golden_lengths(inputs: RunInputs) -> Iterator[Finding]:
     """Golden solutions that are longer than a response may be."""
     if not inputs.objective.needs_golden or not inputs.objective.needs_rollouts:
         return
-    limit = inputs.config.sampling.max_new_tokens
+    limit = inputs.config.longest_episode
     lengths = inputs.prompts.golden_lengths()
     if longer := sum(length > limit for length in lengths):
         yield finding(

@@ -122,6 +122,12 @@ def test_golden_solutions_count_only_with_rollouts_and_up_to_the_limit(tmp_path)
     for name in ("sft", "grpo"):
         other = inputs_of(tmp_path, long, objective={"name": name}, **ALONE)
         assert list(data_rows.golden_lengths(other)) == []
+    (tmp_path / "game.py").write_text("def episode(row, seed):\n    yield None\n")
+    game = {"function": f"{tmp_path}/game.py:episode", "max_turns": 2, "max_new_tokens": 17}
+    assert list(data_rows.golden_lengths(inputs_of(tmp_path, long, environment=game))) == []
+    game["max_turns"] = 1
+    (found,) = data_rows.golden_lengths(inputs_of(tmp_path, long, environment=game))
+    assert dict(found.values)["most tokens of a response"] == "17"
 
 
 PROBLEM = "Find the number of ordered pairs of positive integers with sum ten and an even product."
