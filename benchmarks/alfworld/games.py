@@ -35,7 +35,9 @@ CHAT_TEMPLATE = (  # an observation is "... ?", and a turn of the player "... ;"
 
 def tasks() -> list[tuple[str, str, str, str]]:
     """All tasks in random order: object, state, its place, the wanted place."""
-    found = [task for task in product(OBJECTS, STATES, OPENS, PLACES) if task[2] != task[3]]
+    found: list[tuple[str, str, str, str]] = [
+        task for task in product(OBJECTS, STATES, OPENS, PLACES) if task[2] != task[3]
+    ]
     random.Random(0).shuffle(found)
     return found
 
@@ -79,7 +81,7 @@ def game(task: tuple[str, str, str, str], seed: int) -> dict[str, Any]:
         f"(:init {' '.join(facts)}) (:goal (and {goal})) (:metric minimize (total-cost)))"
     )
     said = " ".join(f"put a {state} {wanted} 1 from {source} 1 in {target} 1".split())
-    data = Path(alfworld.__file__).parent / "data"
+    data = Path(str(alfworld.__file__)).parent / "data"
     return {
         "pddl_domain": (data / "alfred.pddl").read_text(),
         "pddl_problem": problem,
