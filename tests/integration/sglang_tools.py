@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,9 +18,7 @@ import psutil
 import pytest
 import torch
 
-from stable_opd_mcore.serving.command import ServerOptions, server_environment
 from stable_opd_mcore.serving.process import SglangServer, free_port
-from tests.integration import prepared_servers
 from tests.integration.hosts import Host
 from tests.integration.with_constants import run_with_constants
 from tests.parallel.launch import start_process
@@ -74,27 +69,6 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = 300.0) 
 
 
 # ---- processes
-
-
-@functools.cache
-def forking_python() -> str:
-    """An interpreter for rollout.sglang.python whose servers are forked (prepared_servers.py)."""
-    directory = tempfile.TemporaryDirectory(prefix="servers-")
-    requests, script = Path(directory.name, "requests"), Path(directory.name, "python")
-    os.mkfifo(requests)
-    script.write_text(prepared_servers.INSTEAD.format(requests=requests))
-    script.chmod(0o700)
-    environment = server_environment(ServerOptions(PYTHON, model=""), "", os.environ)
-    command = [PYTHON, "-P", prepared_servers.__file__, str(requests)]
-    process = subprocess.Popen(command, env=environment)
-
-    def end() -> None:
-        process.kill()
-        process.wait()
-        directory.cleanup()
-
-    atexit.register(end)
-    return str(script)
 
 
 class Process:

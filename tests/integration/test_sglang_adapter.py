@@ -4,7 +4,6 @@ The trainer has two tensor ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,11 @@ from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.serving.process import SglangServer
 from stable_opd_mcore.serving.requests import Scoring
 from tests.integration.sglang_tools import (
+    PYTHON,
     SERVER_ARGUMENTS,
     VOCABULARY,
     architecture,
     events,
-    forking_python,
     needs_sglang,
     started,
 )
@@ -62,6 +61,7 @@ def config_of(directory: Path, name: str, urls: Sequence[str], rank: int = RANK)
                 "placement": "external",
                 "urls": list(urls),
                 "api_key_file": str(directory / "key"),
+                "python": PYTHON,
                 "arguments": SERVER_ARGUMENTS,
             },
         },
@@ -77,7 +77,6 @@ def test_servers_answer_through_the_factors_of_each_version(tmp_path):
     servers = []
     for tensor in (1, 2):
         options = server_options(config, model, 0, (), tensor, "cpu")
-        options = replace(options, python=forking_python())
         servers.append(SglangServer(options, tmp_path / f"server_{tensor}.log"))
     with started(*servers):
         run_ranks(2, publish_and_sample, str(tmp_path), [server.url for server in servers])

@@ -5,7 +5,6 @@ import pytest
 from tests.integration.sglang_tools import (
     Process,
     events,
-    forking_python,
     needs_sglang,
     rows,
     train,
@@ -29,8 +28,7 @@ def test_a_colocated_server_and_the_trainer_hand_the_gpu_over(tmp_path, lora):
         "rollout.importance_threshold=1.0005",
     )
     colocated = ("rollout.sglang.placement=colocated", "rollout.sglang.sync=tensor")
-    forked = f"rollout.sglang.python={forking_python()}"
-    moves = train(tmp_path, "moves", *settings, *colocated, forked)
+    moves = train(tmp_path, "moves", *settings, *colocated)
     for row in rows(moves):
         assert 1e-4 < row["logprob/rollout_gap_max"] < 0.05
         assert 0 < row["importance/cut_share"] < 1
@@ -61,7 +59,6 @@ def test_each_tensor_rank_of_a_colocated_server_reads_the_rank_on_its_gpu(tmp_pa
         "parallel.tensor=2",
         "rollout.sglang.placement=colocated",
         "rollout.sglang.tensor=2",
-        f"rollout.sglang.python={forking_python()}",
         "evaluation.every=2",
         "evaluation.max_new_tokens=8",
     )
