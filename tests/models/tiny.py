@@ -150,7 +150,7 @@ def add_adapter(model: Module, pairs: dict[str, Tensor], settings: dict[str, Any
             continue
         stack = module.gate_up_proj if path.endswith(".base_layer") else module.down_proj
         a_ERI, b_ORE = a.unflatten(0, (len(stack), -1)), b.unflatten(1, (-1, len(stack)))
-        stack.data += scale * torch.einsum("ore,eri->eio", b_ORE, a_ERI)
+        stack.data += scale * torch.einsum("ORE,ERI->EIO", b_ORE, a_ERI)
 
 
 def file_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
