@@ -150,7 +150,7 @@ def add_adapter(model: Module, pairs: dict[str, Tensor], settings: dict[str, Any
             continue
         stack = module.gate_up_proj if path.endswith(".base_layer") else module.down_proj
         a_ERI, b_ORE = a.unflatten(0, (len(stack), -1)), b.unflatten(1, (-1, len(stack)))
-        stack.data += scale * torch.einsum("ORE,ERI->EIO", b_ORE, a_ERI)
+        stack.data += scale * (b_ORE.permute(2, 0, 1) @ a_ERI).mT
 
 
 def file_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
