@@ -21,7 +21,8 @@ from torch import Tensor
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.tensors import hf_shapes
 
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+# A tensor of one expert: layer, expert, matrix, weight or bias
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
 
 
 def are_stacked(architecture: Architecture, names: Iterable[str]) -> bool:
@@ -49,15 +50,15 @@ class Place:
 
 def place(name: str, architecture: Architecture, is_stacked: bool) -> Place | None:
     """Where a stack holds a tensor of the model; None: the tensor is in no stack."""
-    match = _EXPERT.fullmatch(name)
+    match = EXPERT.fullmatch(name)
     if match is None or not is_stacked:
         return None
     layer, expert, kind = match[1], int(match[2]), match[3]
     suffix = "_bias" if match[4] == "bias" else ""
     in_turn = architecture.family.stacked_experts
-    if kind == "down":
+    if kind == "down_proj":
         return Place(f"{layer}.down_proj{suffix}", expert, slice(None), 1, in_turn)
-    is_up, width = kind == "up", architecture.ffn_hidden_size
+    is_up, width = kind == "up_proj", architecture.ffn_hidden_size
     rows = slice(int(is_up), None, 2) if in_turn else slice(is_up * width, (1 + is_up) * width)
     return Place(f"{layer}.gate_up_proj{suffix}", expert, rows, 2, in_turn)
 

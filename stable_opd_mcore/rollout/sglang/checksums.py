@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from stable_opd_mcore.models.expert_stacks import EXPERT
 from stable_opd_mcore.models.families import Architecture
 
 Checksums = dict[str, str]  # of one tensor rank: by SGLang's name of a parameter
@@ -31,7 +31,6 @@ _FUSED = {  # part of our name -> (part of SGLang's name, the fused parts in ord
     }.items()
     for part in parts
 }
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
 _COLUMNS = ("o_proj.weight", "down_proj.weight", "out_proj.weight")
 _ROWS = (
     "q_proj",
@@ -85,7 +84,7 @@ class ExpectedChecksums:
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor `as_held`; keep it as it is until its partners are added."""
         name = self._parameter_name(name)
-        if expert := _EXPERT.fullmatch(name):
+        if expert := EXPERT.fullmatch(name):
             self._add_expert(expert[1], int(expert[2]), expert[3], expert[4], tensor)
             return
         part = name.split(".")[-2] if "." in name else name

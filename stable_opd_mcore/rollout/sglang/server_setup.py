@@ -39,6 +39,7 @@ def server_options(
         dummy_weights: whether it serves the student, whose weights the run sends.
     """
     sglang = config.rollout.sglang
+    served = read_architecture(model)
     is_colocated = sglang.placement == "colocated"
     return ServerOptions(
         python=sglang.python,
@@ -56,8 +57,8 @@ def server_options(
         arguments=(
             *sglang.arguments,
             *(["--enable-return-routed-experts"] if config.rollout.routing_replay else []),
-            *family_arguments(read_architecture(model), device, dummy_weights),
-            *(_adapter_arguments(config, model, tensor, device) if dummy_weights else []),
+            *family_arguments(served, device, dummy_weights),
+            *(_adapter_arguments(config, served, tensor, device) if dummy_weights else []),
         ),
     )
 
@@ -72,10 +73,12 @@ def family_arguments(served: Architecture, device: str, is_student: bool) -> lis
     return []
 
 
-def _adapter_arguments(config: Config, model: Path, tensor: int, device: str) -> list[str]:
+def _adapter_arguments(
+    config: Config, student: Architecture, tensor: int, device: str
+) -> list[str]:
     """SGLang's arguments for the student's low-rank factors, where they are sent as an adapter."""
     lora = config.student.lora
-    if lora is None or not sends_adapter(config, student := read_architecture(model)):
+    if lora is None or not sends_adapter(config, student):
         return []
     if device == "cpu" and student.ffn_hidden_size % (CPU_MLP_MULTIPLE * tensor):
         raise UserError(
