@@ -156,9 +156,10 @@ def _rollouts(run: PlannedRun, stage: int) -> Iterator[Component]:
     # Buckets of a publish and the tensor that is gathered for one (rollout/sglang/sync.py).
     embedding = student.head_rows * layout.tensor * student.architecture.hidden_size
     largest = run.element * embedding
-    own, stack = student.architecture, 0
-    if own.experts and own.family.stacked_experts:  # gate and up of a layer's experts, sent at once
-        stack = run.element * own.experts.number * 2 * own.ffn_hidden_size * own.hidden_size
+    model, stack = student.architecture, 0
+    if model.experts and model.family.stacked_experts:  # gate and up of a layer, sent at once
+        gate_up = 2 * model.ffn_hidden_size * model.hidden_size
+        stack = run.element * model.experts.number * gate_up
     buckets = 2 * max(WEIGHT_BUCKET_BYTES, largest, stack)
     yield Component("weight sync buckets", buckets, ("rollout",))
     # Owners gather shards and join them; other stages receive the whole tensor.
