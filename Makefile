@@ -34,8 +34,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/stable-opd demo
 
-# Two tests at a time, each with one thread: most of them wait, or start ranks of their own. BEHIND='nice -n 5' gives
-# what runs beside them the cores first.
+# Two tests at a time, each with one thread: most of them wait, or start ranks of their own. BEHIND='nice -n 5' lowers
+# their priority, for a gate that runs tests with deadlines beside them.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BEHIND) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 

@@ -1,1 +1,1 @@
-"""ALFWorld's engine with games of our own: OPD of agents that a CPU can train."""
+"""On-policy distillation of small agents on a CPU: they play our games in ALFWorld's engine."""

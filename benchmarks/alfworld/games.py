@@ -26,7 +26,7 @@ PLACES = {"cabinet": True, "countertop": False, "drawer": True, "shelf": False, 
 DEVICES = {"fridge": True, "microwave": True, "sinkbasin": False}  # name -> whether it opens
 OPENS = PLACES | DEVICES
 STATES = {"": "", "clean": "isClean", "cool": "isCool", "hot": "isHot"}
-DETOUR = 0.15  # share of steps before which the player of the transcripts errs
+DETOUR = 0.15  # share of the golden commands before which a mistake is made
 CHAT_TEMPLATE = (  # an observation is "... ?", and a turn of the player "... ;"
     "{% for message in messages %}{{ message['content'] }}"
     "{{ ' ;\n' if message['role'] == 'assistant' else ' ?\n' }}{% endfor %}"

@@ -42,7 +42,7 @@ def _scored_roles(inputs: RunInputs) -> frozenset[str]:
     its example episode, and `tool` if its file has such messages."""
     played = frozenset[str]().union(*(example.roles for example in inputs.example_episodes))
     if any(map(_names_tool, _played(inputs))):
-        tool_messages(inputs)  # nothing to compare where the student's template cannot write them
+        tool_messages(inputs)  # raises where the student's template cannot write them
         played |= {"tool"}
     scores_golden = inputs.config.objective.on_policy_fraction < 1
     return played | inputs.prompts.roles_between() if scores_golden else played

@@ -55,7 +55,7 @@ class _PromptColumns(_Columns):
     opens_thinking: bool
     token_ids: _TokenIds = Field(alias="prompt_token_ids")
     golden_token_ids: _TokenIds | None
-    max_new_tokens: int | None = None  # where a turn has a limit of its own
+    max_new_tokens: int | None = None  # of a turn, where its environment sets a limit
 
 
 class _Segment(BaseModel):

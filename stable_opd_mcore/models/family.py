@@ -22,8 +22,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     expert_width: str | None = None  # the key of the experts' width; None: one dense MLP a layer
     shared_expert: bool = False  # every token also passes one more expert, which has a gate
-    # The model_type of the decoder by itself, where a model has other parts: its settings are in
-    # text_config, its tensors in model.language_model
+    # In a model with other parts: the model_type of its decoder alone. The decoder's settings are
+    # then in text_config, and its tensors in model.language_model
     text_type: str | None = None
     # RMSNorm multiplies by 1 + weight, except inside a gated delta net
     zero_centred_norms: bool = False

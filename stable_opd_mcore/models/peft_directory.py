@@ -3,9 +3,9 @@
 PEFT loads what is written here. An adapter that is read must have one rank and alpha for all
 matrices, and a pair for each matrix that has factors in lora.py; variants of LoRA are refused.
 
-Where files stack the experts of a layer, as gpt-oss's do, PEFT stacks their pairs, too: A is
-[E R, I], an expert's rows in sequence, and B is [O, R E], all experts' columns of a rank in
-sequence. The rows of B for gate and up are then interleaved as in the files.
+Where files stack the experts of a layer, as gpt-oss's do, PEFT stacks their pairs, too. A is
+[E R, I]: all rows of the first expert, then those of the next. B is [O, R E]: the first column of
+every expert, then the second. In the B of gate and up their rows alternate, as in the files.
 
 Letters: E experts, I inputs and O outputs of a matrix, R rank of its factors.
 """
@@ -126,7 +126,7 @@ def _place(name: str, which: Which, architecture: Architecture) -> tuple[str, in
     match = _EXPERT.fullmatch(name) if architecture.family.stacked_experts else None
     if match is None:
         return tensor_name(name, which), None
-    # PEFT wraps the experts' module once for gate and up, and again for down.
+    # PEFT wraps the experts twice: the inner wrapper, base_layer, has the factors of gate and up.
     wrapped = match[1] + (".base_layer" if _holds_gate_up(name) else "")
     return tensor_name(wrapped, which), int(match[2])
 
@@ -137,7 +137,7 @@ def _holds_gate_up(name: str) -> bool:
 
 
 def _swapped(b_OR: Tensor, order: tuple[int, int]) -> Tensor:
-    """Rows of gate and up: (2, -1) from all of gate's before up's to in turn; (-1, 2) back."""
+    """Reorder rows of gate and up. (2, -1): gate's, then up's, to alternating; (-1, 2): back."""
     return b_OR.unflatten(0, order).transpose(0, 1).flatten(0, 1)
 
 

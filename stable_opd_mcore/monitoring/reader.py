@@ -54,8 +54,8 @@ def stored_steps(directory: Path) -> list[int]:
 
 
 def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None) -> dict[str, Any]:
-    """What the list shows of the `index`-th rollout of a step's file. Its longest turn has `budget`
-    tokens unless its prompt says how many.
+    """What the list shows of the `index`-th rollout of a step's file. `budget`: the run's limit of
+    a turn, for prompts that have none of their own.
 
     Repetition and compression are those of the last turn.
     """

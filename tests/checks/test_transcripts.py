@@ -20,9 +20,8 @@ NO_USERS = TEMPLATE.replace(
     "{{ raise_exception('No!') if messages[1:] and messages[-1].role == 'user' }}{% for",
     1,
 )
-NUMBERED = TEMPLATE.replace(
-    "<|im_end|>", "{{ ' again' if loop.index == 5 }}<|im_end|>"
-)  # no append
+# What it writes depends on the message's number, so history=append is refused.
+NUMBERED = TEMPLATE.replace("<|im_end|>", "{{ ' again' if loop.index == 5 }}<|im_end|>")
 ENDS_OTHERWISE = TEMPLATE.replace("<|im_end|>", "<|box_start|>")
 TURNS = [
     {"role": role, "content": content}

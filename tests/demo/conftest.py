@@ -7,5 +7,5 @@ from tests.parallel.launch import start_process
 
 @pytest.fixture(scope="session", autouse=True)
 def forkserver() -> None:
-    """Start it with what all tests import, before a demo starts it with less."""
+    """Start the fork server of all tests: a demo would start one that lacks what others need."""
     start_process(int).join()

@@ -43,8 +43,8 @@ def scale_of(name: str) -> float:
 
 
 def random_pairs(architecture: Architecture) -> Pairs:
-    """For every matrix that has factors; B is not zero, so that A has a gradient. Gate and up of an
-    expert of gpt-oss have one pair."""
+    """A random pair of factors for every matrix that has one. In gpt-oss the gate and up matrices
+    of an expert share a pair. B is not zero, so that A has a gradient."""
     torch.manual_seed(5)
     size = 0.2 if architecture.delta_net is None else 0.05  # large ones amplify rounding there
     pairs = {}
@@ -63,7 +63,7 @@ def random_pairs(architecture: Architecture) -> Pairs:
 
 
 def tensors_of(name: str) -> list[str]:
-    """The HF tensors that make up the matrix of a pair."""
+    """The HF tensors whose rows are those of the matrix that a pair adapts."""
     if ".gate_up_proj." not in name:
         return [name]
     return [name.replace("gate_up_proj", kind) for kind in ("gate_proj", "up_proj")]

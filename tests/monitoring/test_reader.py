@@ -61,7 +61,7 @@ def test_the_list_says_what_happened():
 
 @pytest.mark.parametrize(("own", "repeats"), [(None, 0), (1024, 0), (64, 20)])
 def test_the_limit_of_a_turn_decides_how_long_a_loop_is(tmp_path, own, repeats):
-    """A quarter of it, at most 32 tokens; the prompt's own limit goes before the run's."""
+    """A loop has at least a quarter of it, or 32 tokens. A prompt's limit overrides the run's."""
     given = rollout(ids=(1, 2) + (9,) * 20)
     given = replace(given, prompt=replace(given.prompt, max_new_tokens=own))
     write_rollouts(tmp_path / "stored.jsonl", [given])

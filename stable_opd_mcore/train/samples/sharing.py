@@ -24,7 +24,7 @@ from stable_opd_mcore.parallel.world import World, exchange_objects, gather_obje
 from stable_opd_mcore.records import MicroBatch, Sample
 from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
-_NOBODY = -1  # in place of a batch rank
+_NOBODY = -1  # the batch rank of a sample that is not computed
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def share_out(
         facts: those of all samples.
         weights_of: the token weights of a whole minibatch, from its facts.
     """
-    trainer_B = np.full(len(facts), _NOBODY)  # the batch rank that trains on the sample
+    trainer_B = np.full(len(facts), _NOBODY)  # which batch rank trains on each sample
     own: list[NDArray[np.int64]] = []  # places of each minibatch
     weights: list[SampleWeights] = []
     for places in split_by_prompt(facts, num_minibatches):

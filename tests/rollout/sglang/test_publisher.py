@@ -77,8 +77,8 @@ def test_every_leader_learns_that_a_server_has_the_weights(tmp_path, method):
 
 
 class FailingFleet(Fleet):
-    """Counts the members that it gave up; each is back at once. Servers of this run are being
-    restarted after the first `restarts` pushes."""
+    """Counts how often it gives up its member, which is back at once. After each of the first
+    `restarts` pushes it says that a server is restarting."""
 
     def __init__(self, member: Member, path: Path, restarts: int) -> None:
         super().__init__([member], EventLog(path))
@@ -98,7 +98,7 @@ class FailingFleet(Fleet):
     ("is_healthy", "failures", "restarts", "pushes", "given_up"),
     [
         (True, 3, 0, 4, 0),
-        (True, 99, 0, 9, 3),  # five are sent again as they are, and the last one ends the fleet
+        (True, 99, 0, 9, 3),  # the first five failures give up nobody, the ninth ends the run
         (False, 99, 0, 9, 8),
         (False, 99, 2, 11, 10),
         (True, 99, 2, 11, 3),
