@@ -193,13 +193,14 @@ def load_prompts(
 ) -> PromptSet:
     """The training prompts, with golden solutions where the objective trains on them."""
     teacher = load_teacher_prompt(config, tokenizer, objective)
+    of_all = not objective.needs_rollouts or config.objective.on_policy_fraction < 1
     prompts = PromptSet(
         load_sources(config, teacher.columns if teacher else ()),
         tokenizer,
         config.data,
         window=architecture.max_positions,
         max_new_tokens=config.sampling.max_new_tokens if objective.needs_rollouts else 0,
-        golden="required" if objective.needs_golden else "none",
+        golden=("required" if of_all else "by_source") if objective.needs_golden else "none",
         teacher=teacher,
     )
     if config.rollout.prompts_per_step > len(prompts):

@@ -55,7 +55,7 @@ def golden_lengths(inputs: RunInputs) -> Iterator[Finding]:
     if not inputs.objective.needs_golden or not inputs.objective.needs_rollouts:
         return
     limit = inputs.config.longest_episode
-    lengths = inputs.prompts.golden_lengths()
+    lengths = list(filter(None, inputs.prompts.golden_lengths()))
     if longer := sum(length > limit for length in lengths):
         yield finding(
             "long-golden-solutions",

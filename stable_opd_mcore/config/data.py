@@ -39,7 +39,7 @@ class ColumnsConfig(Section):
     answer: str | None = "answer"
     """The final answer, for grading; `null`: the data has none."""
     solution: str | None = "solution"
-    """The golden solution; `null`: the data has none."""
+    """The golden solution; `null`: rows may be without one."""
     messages: str | None = None
     """A conversation in OpenAI's form, in place of `problem`: docs/data.md. `null`: none."""
     golden: Literal["last", "all"] = "last"
@@ -68,6 +68,11 @@ class SourceConfig(Section):
     options: dict[str, Any] = Field(default={})
     """`synthetic:arithmetic`: the fields of `ArithmeticOptions` in data/synthetic.py. A hub id:
     `configuration`."""
+
+    @property
+    def may_have_golden(self) -> bool:
+        """Whether a column may hold golden solutions."""
+        return self.columns.solution is not None or self.columns.messages is not None
 
 
 class TrainSource(SourceConfig):

@@ -18,8 +18,8 @@ class GuardConfig(Section):
     """`act`: the largest `kl.beta` that the guard sets. Above 0 the reference is loaded from the
     start of the run, even if `kl.beta` is 0. 0: beta is not raised."""
     max_lambda: float = Field(default=1.0, ge=0)
-    """`act`: the largest `mixture.lambda` that the guard sets. Above 0 every prompt needs a golden
-    solution. 0: lambda is not raised."""
+    """`act`: the largest `mixture.lambda` that the guard sets. Above 0 the data needs golden
+    solutions. 0: lambda is not raised."""
 
     @field_validator("policy", mode="before")
     @classmethod

@@ -236,14 +236,13 @@ class Config(Section):
 
     def _require_sources_fit(self) -> None:
         routes = self.teacher.routes if self.teacher else {}
+        if self.largest_lambda and not any(each.may_have_golden for each in self.data.sources):
+            key = "mixture.lambda" if self.mixture.lambda_ else "guard.max_lambda"
+            raise ValueError(
+                f"{key} > 0 with no column of golden solutions in data.train: set "
+                f"data.train.columns.solution, or {key}=0"
+            )
         for source in self.data.sources:
-            columns = source.columns
-            if self.largest_lambda and columns.solution is None and columns.messages is None:
-                key = "mixture.lambda" if self.mixture.lambda_ else "guard.max_lambda"
-                raise ValueError(
-                    f"{key} > 0 with no column of golden solutions in {source.path}: set "
-                    f"data.train.columns.solution, or {key}=0"
-                )
             if self.teacher and source.teacher is not None and source.teacher not in routes:
                 raise ValueError(
                     f"data.train: teacher {source.teacher!r} of {source.path} is not a key of "

@@ -5,7 +5,7 @@ The order is a function of (seed, slot), so a checkpoint stores only the number 
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from itertools import chain, groupby
 from typing import Literal
 
@@ -17,11 +17,12 @@ from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer, opens_thinking
 from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.data.rows import Row
-from stable_opd_mcore.data.sources import is_bare_answer
+from stable_opd_mcore.data.sources import is_bare_answer, source_name
 from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt
 
+Golden = Literal["none", "by_source", "required"]
 _LOG = logging.getLogger(__name__)
 
 
@@ -96,7 +97,7 @@ class PromptSet:
         *,
         window: int,
         max_new_tokens: int,
-        golden: Literal["none", "optional", "required"] = "optional",
+        golden: Golden = "none",
         teacher: TeacherPrompt | None = None,
     ):
         """Encode and check all rows.
@@ -105,7 +106,8 @@ class PromptSet:
             window: positions of the model, in tokens.
             max_new_tokens: tokens that a prompt must leave for a rollout, unless its row says how
                 many; 0 without rollouts.
-            golden: whether golden solutions are encoded, and whether every row must have one.
+            golden: whose golden solutions are encoded: no row's, those of sources with a column of
+                them (`columns.solution`), or every row's, who all must have one.
 
         Raises:
             DataError: a row that cannot be rendered, or whose golden solution is missing or a bare
@@ -117,7 +119,8 @@ class PromptSet:
         bridge = Bridge(tokenizer)
         texts = [_prompt_text(row, tokenizer, config, bridge) for row in rows]
         prompts = tokenizer.encode_many(texts)
-        goldens = _encode_golden(rows, texts, tokenizer, golden, bridge)
+        without = _sources_without_golden(config) if golden == "by_source" else set[str]()
+        goldens = _encode_golden(rows, texts, tokenizer, golden, bridge, without)
         own = [] if teacher is None else teacher.encode(rows)
         kept: list[int] = []
         for index, row in enumerate(rows):
@@ -175,7 +178,7 @@ class PromptSet:
 
     def source_names(self) -> list[str]:
         """The source of every row: its id before the last colon."""
-        return [row.row_id.rpartition(":")[0] for row in self._rows]
+        return list(map(_source_of, self._rows))
 
     def prompt_lengths(self) -> list[int]:
         """Tokens of every prompt."""
@@ -262,11 +265,13 @@ def _encode_golden(
     rows: Sequence[Row],
     prompt_texts: Sequence[str],
     tokenizer: Tokenizer,
-    golden: str,
+    golden: Golden,
     bridge: Bridge,
+    without: Set[str],
 ) -> list[list[Sequence[int]]]:
     """The ids of each row's golden turns, and between two of them the ids of what the assistant
-    observes; [] for a row without a golden solution, and for all rows if "none".
+    observes; [] for a row without a golden solution, and for all rows if "none". Only rows of the
+    sources in `without` may have none.
     """
     if golden == "none":
         return [[] for _ in rows]
@@ -274,10 +279,11 @@ def _encode_golden(
     parts_of: list[list[tuple[Sequence[int], str]]] = []
     for row, prompt_text in zip(rows, prompt_texts, strict=True):
         turns = _golden_turns(row)
-        if golden == "required" and not turns:
+        if not turns and _source_of(row) not in without:
             raise DataError(
                 f"{row.row_id}: no golden solution, which sft and mixture.lambda > 0 train on; "
-                "set data.train.columns.solution, or mixture.lambda=0"
+                "set data.train.columns.solution, or mixture.lambda=0; beside the latter, rows "
+                "without one may be a source of their own with columns.solution=null"
             )
         if row.solution and is_bare_answer(row.solution, row.answer):
             raise DataError(
@@ -294,7 +300,20 @@ def _encode_golden(
     for parts in parts_of:
         ids = chain(*((observed, [*next(said), *stop]) for observed, _ in parts))
         goldens.append([*ids][1:])  # the prompt stands before the first turn
+    if not any(goldens):
+        raise DataError(
+            "no row of data.train has a golden solution, which mixture.lambda > 0 trains on; set "
+            "data.train.columns.solution, or mixture.lambda=0"
+        )
     return goldens
+
+
+def _sources_without_golden(config: DataConfig) -> set[str]:
+    return {source_name(each) for each in config.sources if each.columns.solution is None}
+
+
+def _source_of(row: Row) -> str:
+    return row.row_id.rpartition(":")[0]
 
 
 def _golden_turns(row: Row) -> tuple[Message, ...]:

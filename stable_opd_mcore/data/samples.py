@@ -107,13 +107,13 @@ def _contexts(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def golden_samples(prompts: Iterable[Prompt]) -> list[Sample]:
-    """One sample per prompt, every token of its golden turns trained, but none that is observed
-    between them; a ValueError without a golden solution.
+    """One sample per prompt that has a golden solution: every token of its golden turns is trained,
+    and none that is observed between them.
     """
     samples: list[Sample] = []
     for prompt in prompts:
         if not prompt.golden_token_ids:
-            raise ValueError(f"{prompt.prompt_id}: no golden solution")
+            continue
         lengths = prompt.golden_turn_tokens or (len(prompt.golden_token_ids),)
         part_L = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         written, start = np.flatnonzero(part_L % 2 == 0), len(prompt.token_ids)

@@ -134,7 +134,11 @@ class PlannedRun:
         needed = (
             config.largest_lambda or objective.name == "sft" or objective.on_policy_fraction < 1
         )
-        return config.rollout.prompts_per_step if needed else 0
+        if not needed:
+            return 0
+        weights = [each.weight for each in config.data.sources]
+        with_golden = sum(each.weight for each in config.data.sources if each.may_have_golden)
+        return math.ceil(config.rollout.prompts_per_step * with_golden / sum(weights))
 
     @property
     def rollouts(self) -> int:

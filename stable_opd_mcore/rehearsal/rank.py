@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from torch import Tensor
 
+from stable_opd_mcore.config.data import TrainSource
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.losses import output_head, torch_ops
@@ -107,21 +108,24 @@ class _Inputs:
 
     def source_names(self) -> list[str]:
         """The source of each prompt; every source has those of a whole step."""
+        return [source_name(each) for each in self._sources()]
+
+    def _sources(self) -> list[TrainSource]:
         per_step = range(self.config.rollout.prompts_per_step)
-        return [source_name(each) for each in self.config.data.sources for _ in per_step]
+        return [each for each in self.config.data.sources for _ in per_step]
 
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """See `PromptSet.select`."""
-        response, names = self.response(), self.source_names()
+        response, sources = self.response(), self._sources()
         settings = self.config.teacher
         has_own = settings is not None and settings.prompt is not None
         own = (0,) * (self.prompt_tokens + PRIVILEGED_TOKENS) if has_own else None
         return [
             Prompt(
-                f"{names[i]}:{i}",
+                f"{source_name(sources[i])}:{i}",
                 "",
                 (0,) * self.prompt_tokens,
-                golden_token_ids=response,
+                golden_token_ids=response if sources[i].may_have_golden else None,
                 teacher_token_ids=own,
             )
             for i in indices

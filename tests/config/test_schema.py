@@ -22,7 +22,7 @@ SGLANG = "rollout.engine=sglang"
         ),
         (
             "mixture.lambda=0.1 data.train.path=d.jsonl data.train.columns.solution=null",
-            "mixture.lambda > 0 with no column of golden solutions in d.jsonl: set data.train",
+            "mixture.lambda > 0 with no column of golden solutions in data.train: set data.train",
         ),
         (
             f"{SGLANG} fault.watchdog_minutes=40",

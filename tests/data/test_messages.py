@@ -55,7 +55,7 @@ def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configu
     tokenizer = Tokenizer.load(str(real_data("tokenizers/Qwen2.5-Math-1.5B")))
     rows = rows_of(tmp_path / "m.jsonl", [SYSTEM, ASK, TWO, MORE, FOUR], [ASK, FOUR])
     config = DataConfig(train=SourceConfig(path="x"), system_prompt="Count.")
-    prompts = PromptSet(rows, tokenizer, config, window=99, max_new_tokens=9)
+    prompts = PromptSet(rows, tokenizer, config, window=99, max_new_tokens=9, golden="required")
     first, second = (tokenizer.decode(prompt.token_ids) for prompt in prompts.select([0, 1]))
     assert first == (
         "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
@@ -237,7 +237,7 @@ def test_hostile_golden_turns_are_refused_with_the_row(tmp_path):
     ):
         with pytest.raises(DataError, match=f"m.jsonl:1: .*{words}"):
             golden_prompt(tmp_path, tokenizer, *turns, golden_turns="all")
-    for golden in ("none", "optional"):
+    for golden in ("none", "by_source"):
         with pytest.raises(DataError, match=r"m.jsonl:1: .*does not write tool calls"):
             golden_prompt(tmp_path, r1, ASK, CALL, TOOL, FOUR, golden=golden)
 

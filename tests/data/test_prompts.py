@@ -20,10 +20,10 @@ ROWS = [
 
 
 def data_config(**changes):
-    return DataConfig(train=SourceConfig(path="synthetic:arithmetic"), **changes)
+    return DataConfig(**{"train": SourceConfig(path="synthetic:arithmetic"), **changes})
 
 
-def make_set(rows=ROWS, window=64, max_new_tokens=30, golden="optional", **changes):
+def make_set(rows=ROWS, window=64, max_new_tokens=30, golden="required", **changes):
     return PromptSet(
         rows,
         Tokenizer.load("synthetic"),
@@ -56,7 +56,9 @@ class ThinkingTokenizer:
 def test_prompts_hold_the_system_prompt_and_know_that_they_open_a_thought():
     config = data_config(system_prompt="Add", prompt_template="{problem}?")
     tokenizer = ThinkingTokenizer()
-    (prompt,) = PromptSet(ROWS[:1], tokenizer, config, window=64, max_new_tokens=9)
+    (prompt,) = PromptSet(
+        ROWS[:1], tokenizer, config, window=64, max_new_tokens=9, golden="required"
+    )
     assert "".join(map(chr, prompt.token_ids)) == "Add: 1+1?<think>"
     assert "".join(map(chr, prompt.golden_token_ids)) == "1+1=2;[2]\0"
     assert prompt.opens_thinking is True
@@ -124,10 +126,18 @@ def test_overlong_rows_can_be_dropped_and_are_counted(caplog):
 
 def test_missing_golden_solutions():
     rows = [ROWS[0], Row("s:9", "1+1", "2", None)]
-    assert make_set(rows)[1].golden_token_ids is None
-    fix = "; set data.train.columns.solution, or mixture.lambda=0$"
-    with pytest.raises(DataError, match=f"s:9: no golden solution.*{fix}"):
-        make_set(rows, golden="required")
+    fix = "; set data.train.columns.solution, or mixture.lambda=0; "
+    for golden in ("required", "by_source"):
+        with pytest.raises(DataError, match=f"s:9: no golden solution.*{fix}"):
+            make_set(rows, golden=golden)
+    sources = [{"path": "s", "name": "s", "columns": {"solution": None}}, {"path": "t"}]
+    prompts = make_set(rows, golden="by_source", train=sources)
+    assert prompts[0].golden_token_ids
+    assert prompts[1].golden_token_ids is None
+    with pytest.raises(DataError, match="s:9: no golden solution"):
+        make_set(rows, train=sources)
+    with pytest.raises(DataError, match=r"no row of data\.train has a golden"):
+        make_set(rows[1:], golden="by_source", train=sources)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ ROLLOUTS = [
 
 
 def test_rollouts_and_golden_solutions_become_samples():
-    samples = rollout_samples(ROLLOUTS) + golden_samples(PROMPTS)
+    without = replace(PROMPTS[0], golden_token_ids=None)
+    samples = rollout_samples(ROLLOUTS) + golden_samples([*PROMPTS, without])
     assert [s.kind for s in samples] == ["rollout"] * 4 + ["golden"] * 2
     assert [s.prompt_id for s in samples[4:]] == ["s:1", "s:2"]
     golden = samples[4]

@@ -1,4 +1,4 @@
-"""A run over several sources: one rank and two train alike.
+"""A run over several sources, one of them without golden solutions: one rank and two train alike.
 
 A resumed run asks for the rows at its cursor (test_resume.py); any cursor gives the rows of an
 uninterrupted run (tests/data/test_source_order.py).
@@ -20,7 +20,12 @@ def several(directory: Path, name: str):
     own = directory / "own.py"
     sources = [
         {"path": PATH, "name": "long", "options": {"min_operations": 4, "rows": 32}},
-        {"path": PATH, "weight": 3, "reward": {"function": f"{own}:reward"}},
+        {
+            "path": PATH,
+            "weight": 3,
+            "reward": {"function": f"{own}:reward"},
+            "columns": {"solution": None},
+        },
     ]
     return tiny_config(
         directory,
