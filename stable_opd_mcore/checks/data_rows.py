@@ -29,7 +29,10 @@ def facts(inputs: RunInputs) -> list[str]:
         if goldens:
             limit = inputs.config.longest_episode
             cut = sum(length > limit for length in goldens)
-            line += f"; golden solutions {_lengths(goldens)}, {cut} longer than a response may be"
+            line += (
+                f"; {len(goldens)} golden solutions, {_lengths(goldens)}, {cut} longer than a "
+                "response may be"
+            )
         lines.append(line)
     return lines
 

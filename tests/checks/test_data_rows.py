@@ -78,8 +78,8 @@ def test_the_facts_are_rows_and_lengths_and_what_is_cut(tmp_path):
     train_line, held_out_line = data_rows.facts(inputs_of(tmp_path, train, held_out, **settings))
     assert train_line == (
         "data.train  8 rows, 1 dropped; prompts 4 tokens (median), 4 (95 %), 4 (longest); "
-        "golden solutions 10 tokens (median), 26 (95 %), 34 (longest), 1 longer than a response "
-        "may be"
+        "8 golden solutions, 10 tokens (median), 26 (95 %), 34 (longest), 1 longer than a "
+        "response may be"
     )
     assert held_out_line == (
         "data.eval  40 rows; prompts 41 tokens (median), 76 (95 %), 80 (longest)"
