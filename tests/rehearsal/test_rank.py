@@ -1,10 +1,12 @@
 """One rank's setup, step and publish, in layouts of which each asks other ranks for something."""
 
 import pytest
+import torch
 
 from stable_opd_mcore.config.cold_start import cold_start_config
 from stable_opd_mcore.config.load import load_config
-from stable_opd_mcore.rehearsal.rank import rehearse_rank
+from stable_opd_mcore.models.gated_delta_net import delta_rule
+from stable_opd_mcore.rehearsal.rank import _delta_rule, rehearse_rank
 from tests.planning.cases import CONFIGS
 
 EXPERTS = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -60,3 +62,11 @@ def test_a_cold_start_keeps_the_expert_ranks_of_a_run_whose_teacher_alone_has_ex
     config = load_config(CONFIGS / "smoke_cpu.yaml", [*options, *cold, "parallel.expert=2"])
     rehearse_rank(config, 2, 0, prompt_tokens=20, vocab_size=32)
     rehearse_rank(cold_start_config(config), 2, 0, prompt_tokens=20, vocab_size=32)
+
+
+def test_the_delta_rule_without_its_loop_has_the_outputs_of_the_definition():
+    query, key = torch.rand(2, 2, 70, 3, 4, dtype=torch.bfloat16).requires_grad_()
+    inputs = query, key, torch.rand(2, 70, 3, 5), -torch.rand(2, 70, 3), torch.rand(2, 70, 3)
+    for own, defined in zip(_delta_rule(*inputs), delta_rule(*inputs), strict=True):
+        assert (own.shape, own.dtype) == (defined.shape, defined.dtype)
+    assert _delta_rule(*inputs)[0].requires_grad
