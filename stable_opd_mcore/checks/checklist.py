@@ -106,6 +106,7 @@ OF_A_RUN: Checks = {
         output_directory.writable,
         output_directory.other_run,
         output_directory.other_settings,
+        output_directory.rare_checkpoints,
         output_directory.disk,
     ),
 }

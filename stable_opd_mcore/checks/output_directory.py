@@ -32,6 +32,8 @@ from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.model_size import ADAM_BYTES, WEIGHT_BYTES, ModelSize
 
+_ENOUGH_FOR_THE_GUARD = 20  # steps between checkpoints; a collapse may begin after 30
+
 
 def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any]]:
     """Settings, and contents of files, that differ from those with which the run directory's
@@ -95,6 +97,14 @@ def other_settings(inputs: RunInputs) -> Iterator[Finding]:
         config = after_cold_start(config)
     for key, (old, new) in settings_changes(config, inputs.accept_changes).items():
         yield finding("changed-setting", key=key, old=old, new=new)
+
+
+def rare_checkpoints(inputs: RunInputs) -> Iterator[Finding]:
+    """A guard that may act, with so few checkpoints that an early collapse finds none."""
+    every = inputs.config.checkpoint.every
+    if inputs.config.guard.acts and every > _ENOUGH_FOR_THE_GUARD:
+        first = every + 10
+        yield finding("rare-checkpoints", every=every, first=first, enough=_ENOUGH_FOR_THE_GUARD)
 
 
 def disk(inputs: RunInputs) -> Iterator[Finding]:

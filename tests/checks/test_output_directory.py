@@ -144,6 +144,16 @@ def test_too_little_space_is_found(free, severity, tmp_path, monkeypatch):
     assert [finding.severity for finding in found] == ([severity] if severity else [])
 
 
+@pytest.mark.parametrize(
+    ("policy", "every", "found"), [("act", 100, 1), ("act", 20, 0), ("warn", 100, 0)]
+)
+def test_a_guard_that_acts_needs_checkpoints_to_return_to(policy, every, found, tmp_path):
+    sections = {"guard": {"policy": policy}, "checkpoint": {"every": every}}
+    findings = list(output_directory.rare_checkpoints(inputs_of(tmp_path, **sections)))
+    assert len(findings) == found
+    assert all("before step 110" in str(each) for each in findings)
+
+
 def test_the_space_of_a_run_is_that_of_its_checkpoints_and_model(tmp_path, monkeypatch):
     monkeypatch.setattr(output_directory, "GIB", 1)
     monkeypatch.setattr(

@@ -102,11 +102,14 @@ def refuse_collapsed(
     files = run.config.run.files
     on_first_rank(run.world, lambda: write_report(files))
     healthy = state.guard.healthy_save
-    place = "none" if healthy is None else files.checkpoint(healthy)
+    if healthy is None:
+        remedy = "There is no healthy checkpoint: start a new run with checkpoint.every=20 or less"
+    else:
+        place = files.checkpoint(healthy)
+        remedy = f"Newest healthy checkpoint: {place}. Start a new run with student.path set to it"
     raise CollapsedError(
         f"{files.path}: the guard stopped the run after step {state.step}: the rollouts stayed "
         f"collapsed through {state.guard.rollbacks} returns to a healthy checkpoint. Evidence: the "
-        f"guard's events in metrics.jsonl, and report.html. Newest healthy checkpoint: {place}. "
-        "Start a new run with student.path set to it and other settings, or continue unguarded "
-        "with guard.policy=warn --accept-changes"
+        f"guard's events in metrics.jsonl, and report.html. {remedy} and other settings, or "
+        "continue unguarded with guard.policy=warn --accept-changes"
     )
