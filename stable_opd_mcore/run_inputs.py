@@ -191,7 +191,9 @@ def prompt_order(config: Config, prompts: PromptSet) -> PromptOrder | SourceOrde
 def load_prompts(
     config: Config, tokenizer: Tokenizer, architecture: Architecture, objective: Objective
 ) -> PromptSet:
-    """The training prompts, with golden solutions where the objective trains on them."""
+    """The training prompts, with golden solutions where the run may train on them: the guard may
+    raise lambda from 0."""
+    needs_golden = objective.with_loss_weights(0, config.largest_lambda).needs_golden
     teacher = load_teacher_prompt(config, tokenizer, objective)
     of_all = not objective.needs_rollouts or config.objective.on_policy_fraction < 1
     prompts = PromptSet(
@@ -200,7 +202,7 @@ def load_prompts(
         config.data,
         window=architecture.max_positions,
         max_new_tokens=config.sampling.max_new_tokens if objective.needs_rollouts else 0,
-        golden=("required" if of_all else "by_source") if objective.needs_golden else "none",
+        golden=("required" if of_all else "by_source") if needs_golden else "none",
         teacher=teacher,
     )
     if config.rollout.prompts_per_step > len(prompts):

@@ -139,7 +139,12 @@ def check_models(student: ModelFiles, teacher: ModelFiles) -> Report:
 
 def check_config(config: Config, place: Place | None, accept_changes: bool = False) -> Report:
     """Everything that is known of a run before its models are loaded; see `RunInputs`."""
-    inputs = RunInputs(config, place, accept_changes)
+    return check_run(RunInputs(config, place, accept_changes))
+
+
+def check_run(inputs: RunInputs) -> Report:
+    """See `check_config`."""
+    config, place = inputs.config, inputs.place
     findings, facts, prompts, shown = [], [], (), ()
     try:
         pair = inputs.pair
@@ -153,7 +158,7 @@ def check_config(config: Config, place: Place | None, accept_changes: bool = Fal
         shown = _transcripts(pair, inputs.transcript)
     findings += _found(OF_A_RUN, inputs)
     if config.cold_start is not None:
-        cold = RunInputs(cold_start_config(inputs.config), place, accept_changes)
+        cold = RunInputs(cold_start_config(config), place, inputs.accept_changes)
         findings += _found(OF_A_COLD_START, cold)
     here = installed(on_gpu=place is not None and place.on_gpu)
     findings += _found(OF_THE_SOFTWARE, here)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from torch import Tensor
 
+from stable_opd_mcore.checks import lazy_inputs
 from stable_opd_mcore.config.data import TrainSource
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.sources import source_name
@@ -199,14 +200,17 @@ class _TeacherServer:
 @contextmanager
 def _absent(inputs: _Inputs) -> Iterator[None]:
     """Put `inputs` where the trainer reads tokenizer, data and rollouts."""
-    of_setup = {
+    of_data: dict[str, Any] = {
+        "load_teacher_tokenizer": lambda *unused: None,
         "load_tokenizer": lambda *unused: inputs,
         "teacher_stop_ids": lambda config, *unused: (
             None if config.teacher is None else inputs.stop_token_ids
         ),
         "load_prompts": lambda *unused: inputs,
         "load_held_out": lambda *unused: None,
-        "build_engine": lambda _config, world, chunks, *unused: _Engine(inputs, world, chunks),
+    }
+    of_setup: dict[str, Any] = {
+        "build_engine": lambda _config, world, chunks, *unused: _Engine(inputs, world, chunks)
     }
     of_loss = {
         "shard_sums": lambda logits_CV, other_CV, *unused: torch_ops.ShardSums.zeros(
@@ -216,6 +220,7 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
         "write_gradient_": lambda *unused: None,
     }
     with (
+        patch.multiple(lazy_inputs, **of_data),
         patch.multiple(setup, **of_setup),
         patch.multiple(teacher, SglangClient=_TeacherServer, read_api_key=lambda _: None),
         patch.object(run_models, "read_weights", lambda *unused: None),

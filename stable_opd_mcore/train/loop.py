@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.checks.checklist import check_config, refuse_errors
+from stable_opd_mcore.checks.checklist import check_run, refuse_errors
 from stable_opd_mcore.checks.input_hashes import refuse_changed_base
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.checks.output_directory import settings_changes
 from stable_opd_mcore.config.cold_start import after_cold_start, cold_start_config
 from stable_opd_mcore.config.schema import Config
@@ -67,7 +68,17 @@ class Session:
     stop: StopSignals
     watchdog: Watchdog
     show_progress: bool
-    accept_changes: bool
+    inputs: RunInputs  # of the config that the command names
+
+    @property
+    def accept_changes(self) -> bool:
+        return self.inputs.accept_changes
+
+    def inputs_of(self, config: Config) -> RunInputs:
+        """Of this phase of the run; on rank 0 the checks have read those of a run of one phase."""
+        if config == self.inputs.config:
+            return self.inputs
+        return RunInputs(config, self.inputs.place, self.accept_changes)
 
 
 def train(config: Config, show_progress: bool = True, accept_changes: bool = False) -> Path:
@@ -82,7 +93,8 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
             or settings that differ from the checkpoints' and are not accepted.
     """
     world = start_configured_world(config)
-    on_first_rank(world, lambda: _check(config, world, show_progress, accept_changes))
+    inputs = RunInputs(config, place_of(world), accept_changes)
+    on_first_rank(world, lambda: _check(inputs, show_progress))
     home = config.run.path
     stop = StopSignals(world.device)
     with ExitStack() as stack:
@@ -91,7 +103,7 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
         watchdog = stack.enter_context(
             Watchdog(config.fault.watchdog_minutes, config.run.files.stacks, world.rank)
         )
-        session = Session(world, stop, watchdog, show_progress, accept_changes)
+        session = Session(world, stop, watchdog, show_progress, inputs)
         try:
             if config.cold_start is not None:
                 config = _after_cold_start(config, session)
@@ -108,9 +120,9 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
     return home
 
 
-def _check(config: Config, world: World, show: bool, accept_changes: bool) -> None:
+def _check(inputs: RunInputs, show: bool) -> None:
     """Print what `stable-opd check` finds, before any model is loaded, and raise its errors."""
-    report = check_config(config, place_of(world), accept_changes)
+    report = check_run(inputs)
     if show:
         print(report.without_errors(), file=sys.stderr, flush=True)
     refuse_errors(report)
@@ -148,6 +160,7 @@ def _train_phase(config: Config, session: Session) -> None:
         lambda: bool(session.stop.requested()),
         session.watchdog.progress,
         terminal.say,
+        session.inputs_of(config),
     )
     state = _resume(run)
 

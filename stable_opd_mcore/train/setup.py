@@ -4,12 +4,11 @@ from collections.abc import Callable
 
 import torch
 
-from stable_opd_mcore.checks.lazy_inputs import Place
+from stable_opd_mcore.checks.lazy_inputs import Place, RunInputs
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.evaluation.grading import Grader, Rewards
-from stable_opd_mcore.losses.objectives import build_objective
 from stable_opd_mcore.models.gated_delta_net import delta_net_engine
 from stable_opd_mcore.models.spec import fp8_engine
 from stable_opd_mcore.parallel.determinism import make_deterministic
@@ -22,13 +21,9 @@ from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
     episode_template,
-    load_held_out,
-    load_prompts,
-    load_tokenizer,
     prompt_order,
     refuse_long_support,
     refuse_routing_without_experts,
-    teacher_stop_ids,
 )
 from stable_opd_mcore.train.phases import device_memory
 from stable_opd_mcore.train.run import Run
@@ -62,6 +57,7 @@ def build_run(
     stop_requested: Callable[[], bool] = lambda: False,
     progress: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda _: None,
+    inputs: RunInputs | None = None,
 ) -> Run:
     """Build every part on this rank.
 
@@ -70,21 +66,19 @@ def build_run(
             waited for.
         progress: called from any thread whenever a server has answered or a token is decoded.
         say: receives a line before each part that takes long.
+        inputs: those of this config, of which the checks before the start have read some.
 
     Raises:
         UserError: settings, data, weights or layout that do not fit together.
     """
     say(f"reading prompts: {', '.join(source.path for source in config.data.sources)}")
-    tokenizer = load_tokenizer(config)
-    teacher_stops = teacher_stop_ids(config, tokenizer)
-    objective = build_objective(config, tokenizer.stop_token_ids, teacher_stops)
+    inputs = inputs or RunInputs(config, place=None)
+    tokenizer, teacher_stops = inputs.tokenizer, inputs.teacher_stops
+    objective, prompts = inputs.objective, inputs.prompts
     refuse_long_support(objective, tokenizer.vocab_size)
-    architecture = configured_architecture(config.student)
-    refuse_routing_without_experts(config, architecture)
+    refuse_routing_without_experts(config, inputs.architecture)
     # What the run may need later is loaded now: the guard may raise beta and lambda from 0.
     widest = objective.with_loss_weights(config.largest_beta, config.largest_lambda)
-    prompts = load_prompts(config, tokenizer, architecture, widest)
-    held_out = load_held_out(config, tokenizer, architecture)
 
     say(f"{len(prompts):,} prompts; loading models: {models_text(config)}")
     models = RunModels(config, world, widest, tokenizer.vocab_size, progress)
@@ -120,7 +114,7 @@ def build_run(
         sampling=training_sampling(config, tokenizer.stop_token_ids, scored=is_served),
         objective=objective,
         prompts=prompts,
-        held_out=held_out,
+        held_out=inputs.held_out,
         order=prompt_order(config, prompts),
         grader=Grader(rewards=rewards_of(config)),
     )

@@ -115,6 +115,15 @@ def test_rows_that_train_refuses_are_refused_in_its_words(train, words, tmp_path
         list(data_rows.usable_rows(inputs_of(tmp_path, train)))
 
 
+def test_a_guard_that_may_raise_lambda_asks_for_golden_solutions(tmp_path):
+    sections = {"mixture": {"lambda": 0.0}, "checkpoint": {"every": 10}}
+    train = [*rows(), {**rows()[0], "problem": "1+1", "solution": None}]
+    assert list(data_rows.usable_rows(inputs_of(tmp_path, train, **sections))) == []
+    acts = inputs_of(tmp_path, train, guard={"policy": "act"}, **sections)
+    with pytest.raises(DataError, match="no golden solution"):
+        list(data_rows.usable_rows(acts))
+
+
 def test_golden_solutions_count_only_with_rollouts_and_up_to_the_limit(tmp_path):
     exact = [{**rows()[n], "solution": "1+1=2;" * 3 + "[2]+1"} for n in range(8)]  # 24 tokens
     assert list(data_rows.golden_lengths(inputs_of(tmp_path, exact))) == []

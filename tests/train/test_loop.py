@@ -37,3 +37,22 @@ def test_errors_of_the_checks_end_every_rank_before_a_model_is_built(tmp_path):
     assert "ERROR" not in printed  # the exception says them
     assert (tmp_path / "printed_1").read_text() == ""
     assert not (tmp_path / "run").exists()
+
+
+class Enough(Exception):
+    """Ends a run where its models would be built."""
+
+
+def reads_data_once(rank: int, world_size: int, directory: str) -> None:
+    def build_run(config, world, *args):
+        raise Enough(args[-1])
+
+    loop.build_run = build_run
+    with contextlib.redirect_stderr(None), pytest.raises(Enough) as caught:
+        loop.train(tiny_config(directory, "run"))
+    (inputs,) = caught.value.args
+    assert ("prompts" in inputs.parts) is (rank == 0)
+
+
+def test_what_the_checks_have_read_is_not_read_again(tmp_path):
+    run_ranks(2, reads_data_once, str(tmp_path))
