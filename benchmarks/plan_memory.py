@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.step import random_words, word_tokenizer
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.parallel.world import World, gather_objects, start_world, stop_world
@@ -105,7 +106,7 @@ def config_of(directory: str, parallel: dict[str, Any], hidden: int, layers: int
 
 def measure(config: Config, world: World) -> Work:
     """Three steps; the peak is then the last one's, and the result its mean lengths."""
-    run, state = build_run(config, world), TrainState()
+    run, state = build_run(RunInputs(config), world), TrainState()
     engine: RolloutEngine = run.engine
     try:
         for _ in range(3):

@@ -131,6 +131,7 @@ def measure_ours(work: Work) -> Steps:
     """Time this project's `train_step` in this process."""
     import torch
 
+    from stable_opd_mcore.checks.lazy_inputs import RunInputs
     from stable_opd_mcore.config.load import parse_config
     from stable_opd_mcore.parallel.world import start_world, stop_world
     from stable_opd_mcore.train.persistence.state import TrainState
@@ -140,7 +141,7 @@ def measure_ours(work: Work) -> Steps:
     torch.set_num_threads(work.threads)
     config = parse_config(settings(work), origin="benchmarks/step.py")
     world = start_world(config.parallel, config.train.seed)
-    run = build_run(config, world)
+    run = build_run(RunInputs(config), world)
     run = replace(run, engine=scripted_engine(run, work.lengths))
     steps, state = Steps(started_mib=resident_mib(peak=False)), TrainState()
     for _ in range(work.steps):

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.gpu.inputs import PROMPT_WORDS, config_of, qwen2, write_inputs
 from benchmarks.plan_memory import HOST, resident_bytes, restart_peak
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.parallel.world import start_world
@@ -110,7 +111,7 @@ def measure_shape(shape: Shape, folder: Path, device: str, steps: int = 3) -> Me
     world = start_world(config.parallel, config.train.seed)
     before = resident_bytes("VmRSS")
     with fast_random_weights():
-        run = build_run(config, world)
+        run = build_run(RunInputs(config), world)
     run = replace(run, engine=FixedLengthEngine(shape.vocab))
     state, values = TrainState(), {}
     with run.grader:

@@ -79,6 +79,7 @@ def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tu
 
 def take_step(file: Path) -> StepRecord:
     """Run the first step of a config and write its rollouts."""
+    from stable_opd_mcore.checks.lazy_inputs import RunInputs
     from stable_opd_mcore.config.load import load_config
     from stable_opd_mcore.data.rollout_files import write_rollouts
     from stable_opd_mcore.models.weights import iter_hf_tensors
@@ -90,7 +91,7 @@ def take_step(file: Path) -> StepRecord:
 
     config = load_config(file)
     student.ADAM_EPS = 1.0  # large: the update is then a smooth function of the gradient
-    run = build_run(config, start_world(config.parallel, config.train.seed))
+    run = build_run(RunInputs(config), start_world(config.parallel, config.train.seed))
     chunks = run.student.chunks
 
     def tensors() -> dict[str, Tensor]:

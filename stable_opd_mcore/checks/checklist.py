@@ -138,12 +138,12 @@ def check_models(student: ModelFiles, teacher: ModelFiles) -> Report:
 
 
 def check_config(config: Config, place: Place | None, accept_changes: bool = False) -> Report:
-    """Everything that is known of a run before its models are loaded; see `RunInputs`."""
+    """The report of `check_run`; see `RunInputs` for `place` and `accept_changes`."""
     return check_run(RunInputs(config, place, accept_changes))
 
 
 def check_run(inputs: RunInputs) -> Report:
-    """See `check_config`."""
+    """Everything that is known of a run before its models are loaded."""
     config, place = inputs.config, inputs.place
     findings, facts, prompts, shown = [], [], (), ()
     try:

@@ -78,7 +78,7 @@ class RunInputs:
     Without a `place`, memory and servers are not checked. `accept_changes` is --accept-changes.
     """
 
-    def __init__(self, config: Config, place: Place | None, accept_changes: bool = False):
+    def __init__(self, config: Config, place: Place | None = None, accept_changes: bool = False):
         self.place, self.accept_changes = place, accept_changes
         self.parts: dict[str, Any] = {}  # what was read, or the error that reading raised
         of_student = ("architecture",) if config.tokenizer.path else ("architecture", "tokenizer")

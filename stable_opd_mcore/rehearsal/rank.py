@@ -24,6 +24,7 @@ from megatron.core.optimizer import clip_grads
 from torch import Tensor
 
 from stable_opd_mcore.checks import lazy_inputs
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.data import TrainSource
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.sources import source_name
@@ -73,7 +74,7 @@ def rehearse_rank(
         fake_tensors() as live,
         _absent(_Inputs(config, prompt_tokens, vocab_size)),
     ):
-        run, state = setup.build_run(config, world), TrainState()
+        run, state = setup.build_run(RunInputs(config), world), TrainState()
         run.student.zero_grad()
         run.student.finish_grads()
         run.student.update(lr=0.0)  # Adam's state exists from the first update on
@@ -242,7 +243,10 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
 def _delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, *unused: Any
 ) -> tuple[Tensor, Tensor]:
-    """Without the loop over chunks, which is thousands of operations and one kernel on a GPU."""
+    """Outputs like those of `delta_rule`, in a few operations.
+
+    Its loop over chunks dispatches thousands, and takes minutes with fake tensors.
+    """
     factor_NLV1 = (query * key).float().sum(dim=-1, keepdim=True) * (decay + beta).unsqueeze(-1)
     state_NVDE = key.new_zeros(len(key), *key.shape[2:], value.shape[-1], dtype=torch.float32)
     return value * factor_NLV1, state_NVDE

@@ -68,17 +68,7 @@ class Session:
     stop: StopSignals
     watchdog: Watchdog
     show_progress: bool
-    inputs: RunInputs  # of the config that the command names
-
-    @property
-    def accept_changes(self) -> bool:
-        return self.inputs.accept_changes
-
-    def inputs_of(self, config: Config) -> RunInputs:
-        """Of this phase of the run; on rank 0 the checks have read those of a run of one phase."""
-        if config == self.inputs.config:
-            return self.inputs
-        return RunInputs(config, self.inputs.place, self.accept_changes)
+    accept_changes: bool
 
 
 def train(config: Config, show_progress: bool = True, accept_changes: bool = False) -> Path:
@@ -103,11 +93,11 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
         watchdog = stack.enter_context(
             Watchdog(config.fault.watchdog_minutes, config.run.files.stacks, world.rank)
         )
-        session = Session(world, stop, watchdog, show_progress, inputs)
+        session = Session(world, stop, watchdog, show_progress, accept_changes)
         try:
             if config.cold_start is not None:
-                config = _after_cold_start(config, session)
-            _train_phase(config, session)
+                inputs = RunInputs(_after_cold_start(config, session))
+            _train_phase(inputs, session)
         except Stopped as stopped:
             if world.rank == 0:
                 print(stopped.text(), file=sys.stderr, flush=True)
@@ -135,7 +125,7 @@ def _after_cold_start(config: Config, session: Session) -> Config:
     if model.is_dir():
         _changes(cold, session)
     else:
-        _train_phase(cold, session)
+        _train_phase(RunInputs(cold), session)
     return after_cold_start(config)
 
 
@@ -147,20 +137,19 @@ def _changes(config: Config, session: Session) -> dict[str, tuple[Any, Any]]:
     )
 
 
-def _train_phase(config: Config, session: Session) -> None:
+def _train_phase(inputs: RunInputs, session: Session) -> None:
     """Train one run directory to its last step, then export the model and write the report."""
-    files = config.run.files
+    config, files = inputs.config, inputs.config.run.files
     changed = _changes(config, session)
     is_first_rank = session.world.rank == 0
     terminal = Terminal(config, session.show_progress and is_first_rank)
     terminal.say(f"run {config.run.name}, ranks: {session.world.world_size}")
     run = build_run(
-        config,
+        inputs,
         session.world,
         lambda: bool(session.stop.requested()),
         session.watchdog.progress,
         terminal.say,
-        session.inputs_of(config),
     )
     state = _resume(run)
 

@@ -52,33 +52,32 @@ def place_of(world: World) -> Place:
 
 
 def build_run(
-    config: Config,
+    inputs: RunInputs,
     world: World,
     stop_requested: Callable[[], bool] = lambda: False,
     progress: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda _: None,
-    inputs: RunInputs | None = None,
 ) -> Run:
     """Build every part on this rank.
 
     Args:
+        inputs: the config, and what its files say; what has been read is not read again.
         stop_requested: whether a signal has asked the run to stop; then absent servers are not
             waited for.
         progress: called from any thread whenever a server has answered or a token is decoded.
         say: receives a line before each part that takes long.
-        inputs: those of this config, of which the checks before the start have read some.
 
     Raises:
         UserError: settings, data, weights or layout that do not fit together.
     """
+    config = inputs.config
     say(f"reading prompts: {', '.join(source.path for source in config.data.sources)}")
-    inputs = inputs or RunInputs(config, place=None)
-    tokenizer, teacher_stops = inputs.tokenizer, inputs.teacher_stops
-    objective, prompts = inputs.objective, inputs.prompts
+    tokenizer, teacher_stops, objective = inputs.tokenizer, inputs.teacher_stops, inputs.objective
     refuse_long_support(objective, tokenizer.vocab_size)
     refuse_routing_without_experts(config, inputs.architecture)
     # What the run may need later is loaded now: the guard may raise beta and lambda from 0.
     widest = objective.with_loss_weights(config.largest_beta, config.largest_lambda)
+    prompts, held_out = inputs.prompts, inputs.held_out
 
     say(f"{len(prompts):,} prompts; loading models: {models_text(config)}")
     models = RunModels(config, world, widest, tokenizer.vocab_size, progress)
@@ -114,7 +113,7 @@ def build_run(
         sampling=training_sampling(config, tokenizer.stop_token_ids, scored=is_served),
         objective=objective,
         prompts=prompts,
-        held_out=inputs.held_out,
+        held_out=held_out,
         order=prompt_order(config, prompts),
         grader=Grader(rewards=rewards_of(config)),
     )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.setup import build_run
 from tests.train.runs import tiny_architecture, tiny_config
@@ -22,5 +23,5 @@ def run(tmp_path_factory):
         train={"steps": 10, "micro_batch_tokens": 64, "minibatches": 2},
         optimizer={"lr": 1e-3, "warmup_steps": 0, "schedule": "linear"},
     )
-    yield build_run(config, start_world(config.parallel, 0))
+    yield build_run(RunInputs(config), start_world(config.parallel, 0))
     stop_world()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.persistence.state import TrainState
@@ -55,7 +56,7 @@ def products_per_token(
     """
     train = {"minibatches": minibatches}
     config = tiny_config(directory, name, objective=objective, train=train, rollout=rollout)
-    run = build_run(config, start_world(config.parallel, 0))
+    run = build_run(RunInputs(config), start_world(config.parallel, 0))
     assert run.head
     assert run.teacher
     assert run.reference

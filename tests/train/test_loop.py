@@ -40,12 +40,12 @@ def test_errors_of_the_checks_end_every_rank_before_a_model_is_built(tmp_path):
 
 
 class Enough(Exception):
-    """Ends a run where its models would be built."""
+    """Raised in place of building the models."""
 
 
 def reads_data_once(rank: int, world_size: int, directory: str) -> None:
-    def build_run(config, world, *args):
-        raise Enough(args[-1])
+    def build_run(inputs, *_):
+        raise Enough(inputs)
 
     loop.build_run = build_run
     with contextlib.redirect_stderr(None), pytest.raises(Enough) as caught:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.gpt import build_model
@@ -202,7 +203,7 @@ def test_a_reference_that_follows_takes_the_factors(runs):
 def test_only_the_matrices_of_layers_differ_in_the_trained_model(runs):
     config = config_of(runs, "dense", 1)
     world = start_world(config.parallel, 0)
-    start = build_run(config, world).student.chunks
+    start = build_run(RunInputs(config), world).student.chunks
     trained = load_file(runs / "dense" / "model" / "model.safetensors")
     for name, tensor in iter_hf_tensors(start):
         is_trained = name.endswith("_proj.weight")

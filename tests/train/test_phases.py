@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.training import MemoryConfig
 from stable_opd_mcore.errors import ConfigError
@@ -94,7 +95,7 @@ def _train(config: Config, *, num_given_back: list[int], save_after: int | None 
     """
     left = []
     world = start_world(config.parallel, config.train.seed)
-    run = build_run(config, world)
+    run = build_run(RunInputs(config), world)
     engine = Lending(run.engine, run.memory)
     run = replace(run, engine=engine, held_out_engine=engine)
     with run.grader:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.loop import train
@@ -44,7 +45,7 @@ def weights(chunks) -> torch.Tensor:
 
 @contextmanager
 def started(config: Config) -> Iterator[Run]:
-    run = build_run(config, start_world(config.parallel, 0))
+    run = build_run(RunInputs(config), start_world(config.parallel, 0))
     try:
         yield run
     finally:
