@@ -16,6 +16,7 @@ from stable_opd_mcore.checks.input_hashes import changed_inputs
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.changes import changes, read_settings
 from stable_opd_mcore.config.cold_start import after_cold_start
+from stable_opd_mcore.config.guard_settings import HEALTHY_AFTER, MOST_STEPS_BETWEEN_SAVES
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors
@@ -31,8 +32,6 @@ from stable_opd_mcore.host.run_lock import (
 from stable_opd_mcore.planning.hardware import GIB
 from stable_opd_mcore.planning.layout import Layout
 from stable_opd_mcore.planning.model_size import ADAM_BYTES, WEIGHT_BYTES, ModelSize
-
-_ENOUGH_FOR_THE_GUARD = 20  # steps between checkpoints; a collapse may begin after 30
 
 
 def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any]]:
@@ -100,11 +99,16 @@ def other_settings(inputs: RunInputs) -> Iterator[Finding]:
 
 
 def rare_checkpoints(inputs: RunInputs) -> Iterator[Finding]:
-    """A guard that may act, with so few checkpoints that an early collapse finds none."""
+    """Checkpoints so rare that a guard that may act has none to return to in an early collapse."""
     every = inputs.config.checkpoint.every
-    if inputs.config.guard.acts and every > _ENOUGH_FOR_THE_GUARD:
-        first = every + 10
-        yield finding("rare-checkpoints", every=every, first=first, enough=_ENOUGH_FOR_THE_GUARD)
+    if inputs.config.guard.acts and every > MOST_STEPS_BETWEEN_SAVES:
+        yield finding(
+            "rare-checkpoints",
+            every=every,
+            healthy_after=HEALTHY_AFTER,
+            first=every + HEALTHY_AFTER,
+            enough=MOST_STEPS_BETWEEN_SAVES,
+        )
 
 
 def disk(inputs: RunInputs) -> Iterator[Finding]:

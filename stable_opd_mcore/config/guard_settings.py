@@ -6,6 +6,9 @@ from pydantic import Field, field_validator
 
 from stable_opd_mcore.config.section import Section
 
+HEALTHY_AFTER = 10  # steps without a symptom after a checkpoint, until the guard may return to it
+MOST_STEPS_BETWEEN_SAVES = 20  # with more, an early collapse may find no checkpoint to return to
+
 
 class GuardConfig(Section):
     """The collapse guard: docs/guard.md."""

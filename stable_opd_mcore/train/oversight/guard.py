@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from stable_opd_mcore.config.guard_settings import GuardConfig
+from stable_opd_mcore.config.guard_settings import HEALTHY_AFTER, GuardConfig
 from stable_opd_mcore.monitoring import onset
 from stable_opd_mcore.monitoring.onset import (
     DETECTORS,
@@ -144,7 +144,7 @@ def _without_symptoms(
     if state.quiet >= PATIENCE and (state.warned or state.measure != "none"):
         actions.append(Action("recovered", {"beta": state.beta, "lambda": state.lambda_}))
         state = replace(state, warned=False, measure="none", since_measure=0)
-    if state.recent_save is not None and step >= state.recent_save + PATIENCE:
+    if state.recent_save is not None and step >= state.recent_save + HEALTHY_AFTER:
         state = replace(state, healthy_save=state.recent_save, recent_save=None)
     if config.acts and saved and state.recent_save is None and not state.warned:
         state = replace(state, recent_save=step)

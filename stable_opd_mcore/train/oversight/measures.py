@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from stable_opd_mcore.config.guard_settings import MOST_STEPS_BETWEEN_SAVES
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.sinks import GUARD_EVENT, Sinks
@@ -103,7 +104,10 @@ def refuse_collapsed(
     on_first_rank(run.world, lambda: write_report(files))
     healthy = state.guard.healthy_save
     if healthy is None:
-        remedy = "There is no healthy checkpoint: start a new run with checkpoint.every=20 or less"
+        remedy = (
+            "There is no healthy checkpoint: start a new run with "
+            f"checkpoint.every={MOST_STEPS_BETWEEN_SAVES} or less"
+        )
     else:
         place = files.checkpoint(healthy)
         remedy = f"Newest healthy checkpoint: {place}. Start a new run with student.path set to it"

@@ -51,7 +51,7 @@ def config_of(directory: Path, name: str, **sections):
 
 
 def watch_learning_rate() -> None:
-    onset.WINDOW, onset.BASELINE, guard.PATIENCE = 1, 3, 2
+    onset.WINDOW, onset.BASELINE, guard.PATIENCE, guard.HEALTHY_AFTER = 1, 3, 2, 2
     onset.NOISE = 1.0  # the rise of the warm-up counts as noise of the rate
     onset.DETECTORS.clear()
     onset.DETECTORS["rate"] = Detector("optimizer/lr", "higher", 0.0)
