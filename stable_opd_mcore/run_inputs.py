@@ -191,11 +191,12 @@ def prompt_order(config: Config, prompts: PromptSet) -> PromptOrder | SourceOrde
 def load_prompts(
     config: Config, tokenizer: Tokenizer, architecture: Architecture, objective: Objective
 ) -> PromptSet:
-    """The training prompts, with golden solutions where the run may train on them: the guard may
-    raise lambda from 0."""
+    """The training prompts, with golden solutions if the run trains on them, now or once the guard
+    raises lambda.
+    """
     needs_golden = objective.with_loss_weights(0, config.largest_lambda).needs_golden
-    teacher = load_teacher_prompt(config, tokenizer, objective)
     of_all = not objective.needs_rollouts or config.objective.on_policy_fraction < 1
+    teacher = load_teacher_prompt(config, tokenizer, objective)
     prompts = PromptSet(
         load_sources(config, teacher.columns if teacher else ()),
         tokenizer,

@@ -130,4 +130,4 @@ class MixtureConfig(AdaptiveSection):
     negative log-likelihood per token."""
 
     lambda_: float = Field(default=0.0, ge=0, alias="lambda")
-    """Weight of the mean negative log-likelihood of the golden solutions of a step's prompts."""
+    """Weight of the mean negative log-likelihood of golden solutions."""

@@ -106,8 +106,8 @@ class PromptSet:
             window: positions of the model, in tokens.
             max_new_tokens: tokens that a prompt must leave for a rollout, unless its row says how
                 many; 0 without rollouts.
-            golden: whose golden solutions are encoded: no row's, those of sources with a column of
-                them (`columns.solution`), or every row's, who all must have one.
+            golden: "none": golden solutions are not encoded. "required": every row must have one.
+                "by_source": every row of a source must, unless its `columns.solution` is null.
 
         Raises:
             DataError: a row that cannot be rendered, or whose golden solution is missing or a bare
@@ -282,8 +282,8 @@ def _encode_golden(
         if not turns and _source_of(row) not in without:
             raise DataError(
                 f"{row.row_id}: no golden solution, which sft and mixture.lambda > 0 train on; "
-                "set data.train.columns.solution, or mixture.lambda=0; beside the latter, rows "
-                "without one may be a source of their own with columns.solution=null"
+                "set data.train.columns.solution, or mixture.lambda=0; with mixture.lambda, rows "
+                "without one can be a source of their own that has columns.solution=null"
             )
         if row.solution and is_bare_answer(row.solution, row.answer):
             raise DataError(

@@ -107,8 +107,9 @@ def _contexts(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def golden_samples(prompts: Iterable[Prompt]) -> list[Sample]:
-    """One sample per prompt that has a golden solution: every token of its golden turns is trained,
-    and none that is observed between them.
+    """One sample for each prompt with a golden solution.
+
+    Every token of its golden turns is trained. Tokens observed between the turns are not.
     """
     samples: list[Sample] = []
     for prompt in prompts:

@@ -136,9 +136,10 @@ class PlannedRun:
         )
         if not needed:
             return 0
-        weights = [each.weight for each in config.data.sources]
-        with_golden = sum(each.weight for each in config.data.sources if each.may_have_golden)
-        return math.ceil(config.rollout.prompts_per_step * with_golden / sum(weights))
+        sources = config.data.sources
+        with_golden = sum(source.weight for source in sources if source.may_have_golden)
+        weights = sum(source.weight for source in sources)
+        return math.ceil(config.rollout.prompts_per_step * with_golden / weights)
 
     @property
     def rollouts(self) -> int:

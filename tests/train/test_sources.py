@@ -1,4 +1,4 @@
-"""A run over several sources, one of them without golden solutions: one rank and two train alike.
+"""One rank and two train alike on several sources, of which one has no golden solutions.
 
 A resumed run asks for the rows at its cursor (test_resume.py); any cursor gives the rows of an
 uninterrupted run (tests/data/test_source_order.py).
