@@ -239,8 +239,6 @@ def test_metrics_of_rollouts_that_lag_and_outlive_updates(tmp_path, pair):
         assert 0 < row["perf/trainer_waited"] < 1
         assert 0 < row["perf/servers_waited"] < 1
     assert any(row["perf/continued_share"] > 0 for row in found), "an update interrupts some"
-    ahead_of = [row["perf/trainer_waited"] + row["perf/servers_waited"] for row in found[2:-2]]
-    assert min(ahead_of) < 1, "servers sample while the trainer works"
 
 
 # ---- answers from other weights
