@@ -58,7 +58,7 @@ checks: $(INSTALLED)
 sglang: .venv-sglang/.installed
 .venv-sglang/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt $(shell find tools/sglang_cpu/sglang_cpu -name '*.py')
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
-		{ echo "SGLang has wheels for Python 3.11 and 3.12 alone. Try: make sglang PYTHON=python3.12"; exit 1; }
+		{ echo "SGLang has wheels only for Python 3.11 and 3.12. Try: make sglang PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement requirements/sglang-cpu.txt
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --requirement requirements/sglang-cpu-nodeps.txt

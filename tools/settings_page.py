@@ -16,7 +16,7 @@ _HEAD = """# Settings
 
 A config is one YAML file with these keys. Any of them can be overridden on the command line:
 `stable-opd train CONFIG train.steps=10 kl.beta=0.1`. An unknown key or a value of another type ends
-the run with one message. Behind each key stand its type and its default.
+the run with one message. Each key is followed by its type and default.
 
 *This page is generated: `python -m tools.settings_page > docs/configuration.md`.*
 """

@@ -76,7 +76,7 @@ class SourceConfig(Section):
 
 
 class TrainSource(SourceConfig):
-    """One of several sources, which has the keys of a single one too: docs/data.md."""
+    """One of several sources; a single source's keys apply too: docs/data.md."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """In metrics, and the first part of its rows' ids; `null`: from `path`."""

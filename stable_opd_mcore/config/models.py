@@ -31,7 +31,7 @@ class ModelConfig(Section):
 
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Arguments of the chat template, such as `enable_thinking: false`. One that the template never
-    reads is refused. The student's render every prompt."""
+    reads is refused. The student's render the student's prompts."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -87,9 +87,9 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     normaliser: Literal["global", "per_source"] = "global"
-    """What the means of every term are over, where `data.train` is a list. `global`: all samples of
-    the minibatch. `per_source`: those of each source, and the sources by their weights:
-    docs/method.md §6."""
+    """With a list in `data.train`: what each term is averaged over. `global`: all samples of the
+    minibatch. `per_source`: each source's samples, then the sources by weight (docs/method.md
+    §6)."""
     kl: KLConfig = KLConfig()
     mixture: MixtureConfig = MixtureConfig()
     guard: GuardConfig = GuardConfig()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MIN_LOOP_TOKENS = 32  # no healthy text cut anywhere ends in a longer run (docs/method.md §5)
+MIN_LOOP_TOKENS = 32  # longer than in any healthy text: docs/evidence/repetition.md
 LEAST_LOOP_TOKENS = 8  # the minimum under any budget
 MAX_PERIOD_TOKENS = 1024
 # The same limits for a text without token ids.

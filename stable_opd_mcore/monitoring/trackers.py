@@ -1,7 +1,7 @@
 """Sinks other than metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
 
 Each writes the defined values of its rows. wandb and mlflow are packages of their own, which
-`pip install 'stable-opd-mcore[trackers]'` adds; a run that asks for a missing one is refused. Their
+`pip install -e '.[trackers]'` adds; a run that asks for a missing one is refused. Their
 id of the run is kept in the run directory (`wandb_id`, `mlflow_id`), so that a resumed run
 continues in the same place.
 
@@ -132,6 +132,5 @@ class MlflowSink:
 
 def _missing(package: str, remedy: str) -> UserError:
     return UserError(
-        f"the {package} package is not installed: pip install 'stable-opd-mcore[trackers]', or set "
-        f"{remedy}"
+        f"the {package} package is not installed: pip install -e '.[trackers]', or set {remedy}"
     )

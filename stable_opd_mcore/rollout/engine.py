@@ -1,9 +1,9 @@
 """What a rollout engine is: prompts in, sampled responses and their weight version out.
 
 Training step, evaluation and demo use engines through this class only. Ordering: `generate` samples
-from the weights of the last `publish`. All tensor- and pipeline-parallel ranks of a replica make
-the same calls and get the same rollouts; data-parallel ranks pass different prompts and may pass
-none.
+what was not sampled ahead, from the weights of the last `publish`. All tensor- and
+pipeline-parallel ranks of a replica make the same calls and get the same rollouts; data-parallel
+ranks pass different prompts and may pass none.
 
 What an engine has sampled ahead is a cache: `generate` samples what is missing. It is not saved, so
 a run that resumes begins without it, as after `drop_ahead`.

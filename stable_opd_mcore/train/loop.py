@@ -2,7 +2,7 @@
 
 Order within a step, because a process may be killed anywhere: update, evaluate, write the rollouts,
 write the metrics row, roll back if the guard says so, save the checkpoint. A resumed run drops the
-rows after its checkpoint and writes them again, identical.
+rows after its checkpoint and writes them again.
 """
 
 import json
@@ -97,7 +97,7 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
         try:
             if config.cold_start is not None:
                 inputs = RunInputs(_after_cold_start(config, session))
-            _train_phase(inputs, session)
+            _train_directory(inputs, session)
         except Stopped as stopped:
             if world.rank == 0:
                 print(stopped.text(), file=sys.stderr, flush=True)
@@ -123,13 +123,13 @@ def _after_cold_start(config: Config, session: Session) -> Config:
     cold = cold_start_config(config)
     model = cold.run.files.model
     if model.is_dir():
-        _changes(cold, session)
+        _accepted_changes(cold, session)
     else:
-        _train_phase(RunInputs(cold), session)
+        _train_directory(RunInputs(cold), session)
     return after_cold_start(config)
 
 
-def _changes(config: Config, session: Session) -> dict[str, tuple[Any, Any]]:
+def _accepted_changes(config: Config, session: Session) -> dict[str, tuple[Any, Any]]:
     """The settings that differ from those of the checkpoints, on all ranks; an error if not
     accepted."""
     return on_first_rank(
@@ -137,10 +137,10 @@ def _changes(config: Config, session: Session) -> dict[str, tuple[Any, Any]]:
     )
 
 
-def _train_phase(inputs: RunInputs, session: Session) -> None:
+def _train_directory(inputs: RunInputs, session: Session) -> None:
     """Train one run directory to its last step, then export the model and write the report."""
     config, files = inputs.config, inputs.config.run.files
-    changed = _changes(config, session)
+    changed = _accepted_changes(config, session)
     is_first_rank = session.world.rank == 0
     terminal = Terminal(config, session.show_progress and is_first_rank)
     terminal.say(f"run {config.run.name}, ranks: {session.world.world_size}")

@@ -66,7 +66,7 @@ def _moved(
     if section.target is None:
         return None
     weight = _start(section, configured, adapted)
-    if measured is None:  # the guard's or an empty batch: nothing to compare
+    if measured is None:  # the step has no such metric: nothing to compare
         return weight
     error = min(max(measured / section.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
     return _start(section, configured, weight * (1 + RATE * error))

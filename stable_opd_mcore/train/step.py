@@ -7,8 +7,8 @@ of all samples, but tokens only of those that it trains on (train/samples/sharin
 follow from these facts and contain the global normalisers, so the loss is a plain sum over tokens,
 micro-batches and ranks.
 
-Not here: how rollouts are sampled (train/samples/collecting.py); one update (train/update.py); the
-loop around the step, evaluation, checkpoints, files (loop.py).
+Not here: how rollouts are collected (train/samples/collecting.py); one update (train/update.py);
+the loop around the step, evaluation, checkpoints, files (loop.py).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def train_step(run: Run, state: TrainState) -> StepResult:
 
     metrics = step_metrics(step_run, rollouts, facts, timer, state.weight_version)
     metrics = metrics | score_metrics | update_metrics
-    new_state, actions = guarded(run.config, new_state, metrics)
+    new_state, actions = adapted_and_guarded(run.config, new_state, metrics)
     token_values = recorder.gather(run.world, rollouts)
     return StepResult(new_state, metrics, rollouts, actions, token_values)
 
@@ -201,7 +201,7 @@ def update(
     return metrics
 
 
-def guarded(
+def adapted_and_guarded(
     config: Config, state: TrainState, metrics: Metrics
 ) -> tuple[TrainState, Sequence[Action]]:
     """The state with adapted weights and the guard's decision after the step, and its actions.

@@ -130,7 +130,7 @@ def test_the_length_budget_grows_and_the_guard_rests_until_it_is_whole(run):
     assert max(len(rollout.token_ids) for rollout in result.rollouts) == 8
     assert result.metrics["rollout/max_new_tokens"] == Same(8)
     assert result.state.guard == GuardState()
-    assert step.guarded(config, TrainState(6), result.metrics)[0].guard != GuardState()
+    assert step.adapted_and_guarded(config, TrainState(6), result.metrics)[0].guard != GuardState()
 
 
 def one_minibatch(run):
@@ -141,7 +141,9 @@ def one_minibatch(run):
 
 def test_a_step_ends_with_the_adapted_weights():
     config = load_config(SMOKE, ["kl.beta=0.1", "kl.target=0.2"])
-    state, _ = step.guarded(config, TrainState(), Metrics({"kl/reference": Mean(0.22, 1)}))
+    state, _ = step.adapted_and_guarded(
+        config, TrainState(), Metrics({"kl/reference": Mean(0.22, 1)})
+    )
     assert state.adapted.beta == pytest.approx(0.1 * 1.01)
 
 

@@ -95,9 +95,9 @@ def share_out(
     own: list[NDArray[np.int64]] = []  # places of each minibatch
     weights: list[SampleWeights] = []
     for places in split_by_prompt(facts, num_minibatches):
-        weights_B = weights_of(facts.select(places))
+        sample_weights = weights_of(facts.select(places))
         with_rows = np.flatnonzero(facts.sampled_tokens_B[places])
-        places, weights_B = places[with_rows], weights_B.select(with_rows)
+        places, sample_weights = places[with_rows], sample_weights.select(with_rows)
         part = facts.select(places)
         costs_B = costs_of(part.tokens_B)
         if part.teacher_tokens_B is not None:
@@ -107,7 +107,7 @@ def share_out(
             trainer_B[places[share]] = batch_rank
         mine = np.array(shares[world.batch_rank], np.int64)
         own.append(places[mine])
-        weights.append(weights_B.select(mine))
+        weights.append(sample_weights.select(mine))
     held = collect(world, samples, facts, trainer_B)
     return [
         Minibatch(
