@@ -83,7 +83,7 @@ class Architecture:
     sliding_window: int | None  # tokens, itself included, that a token reads in sliding_layers
     sliding_layers: tuple[int, ...]  # indices, from 0, of the layers with a sliding window
     mxfp4: bool = field(compare=False)  # its files hold the experts in MXFP4; an export never does
-    source: dict[str, Any] = field(compare=False, repr=False)  # config.json itself, for export
+    source: dict[str, Any] = field(compare=False, repr=False)  # config.json, completed, for export
 
     @property
     def family(self) -> Family:
@@ -158,6 +158,10 @@ def read_architecture(
         fields, delta_nets=family.delta_nets, sliding_windows=family.sliding_windows
     )
     delta_layers, sliding_layers = layers_of_type(LINEAR, types), layers_of_type(SLIDING, types)
+    eps = fields.number("rms_norm_eps", 1e-6)
+    tied = bool(fields.get("tie_word_embeddings", False))
+    # To transformers a missing key may mean another value than it does here.
+    written_out = {"num_key_value_heads": groups, "head_dim": head_dim, "rms_norm_eps": eps}
     return Architecture(
         model_type=fields.values["model_type"],
         num_layers=fields.count("num_hidden_layers"),
@@ -169,16 +173,16 @@ def read_architecture(
         experts=_experts(fields, family) if family.expert_width else None,
         vocab_size=fields.count("vocab_size"),
         max_positions=fields.count("max_position_embeddings"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rotary=read_rotary(fields, head_dim, family.rotary_share),
-        tied=bool(fields.get("tie_word_embeddings", False)),
+        rms_norm_eps=eps,
+        rotary=read_rotary(fields, head_dim, family.rotary_share, must_say=family.stretched),
+        tied=tied,
         initializer_range=fields.number("initializer_range", 0.02),
         delta_net=_delta_net(fields) if delta_layers else None,
         delta_layers=delta_layers,
         sliding_window=fields.count("sliding_window") if sliding_layers else None,
         sliding_layers=sliding_layers,
         mxfp4=mxfp4,
-        source=dict(settings),
+        source={"tie_word_embeddings": tied, **_completed(settings, written_out)},
     )
 
 
@@ -199,7 +203,7 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     model_type = fields.values["model_type"]
     for key, wanted in family.supported.items():
         found = fields.values[key]
-        if found != wanted:
+        if found != wanted and found not in family.spellings.get(key, ()):
             raise UserError(
                 f"{fields.origin}: {key}={found!r} is not supported for {model_type}; "
                 f"expected {wanted!r}; correct config.json if the weights are not of that kind, "
@@ -252,14 +256,28 @@ def _experts(fields: Fields, family: Family) -> Experts:
             f"{fields.origin}: num_experts_per_tok={per_token} exceeds num_experts={number}; "
             "correct config.json"
         )
+    normalised = bool(fields.get("norm_topk_prob", False))
+    if per_token == 1 and normalised:
+        raise UserError(
+            f"{fields.origin}: num_experts_per_tok=1 with norm_topk_prob=true is not supported: "
+            "the weight of the only expert is 1 whatever the router says; take another model"
+        )
     return Experts(
         number,
         per_token,
-        normalised=bool(fields.get("norm_topk_prob", False)),
+        normalised=normalised,
         shared_width=(
             fields.count("shared_expert_intermediate_size") if family.shared_expert else None
         ),
     )
+
+
+def _completed(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the decoder's keys that it lacks."""
+    if "text_config" in settings:
+        return {**settings, "text_config": _completed(settings["text_config"], values)}
+    given = {key: value for key, value in settings.items() if value is not None}
+    return {**settings, **values, **given}
 
 
 def _changed(

@@ -18,6 +18,8 @@ class Family:
     qkv_bias: bool
     qk_norm: bool
     supported: Mapping[str, Any]  # key of config.json -> its only implemented value
+    # Key of config.json -> other values that mean the implemented one
+    spellings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # Key of config.json -> what a missing one means, where that is not the implemented value
     defaults: Mapping[str, Any] = field(default_factory=dict)
     expert_width: str | None = None  # the key of the experts' width; None: one dense MLP a layer
@@ -30,6 +32,7 @@ class Family:
     # The output of each query head is multiplied by a gate, whose rows are in q_proj
     gated_attention: bool = False
     rotary_share: float = 1.0  # rotated share of a head's elements, if config.json gives none
+    stretched: bool = False  # to transformers, no rope_parameters are those of a stretched window
     delta_nets: bool = False  # layers of type linear_attention have a gated delta net instead
     sliding_windows: bool = False  # layers of type sliding_attention read only the last tokens
     sinks: bool = False  # each head has a sink (sinks.py)
@@ -74,9 +77,11 @@ _HYBRID: dict[str, Any] = {
     "gated_attention": True,
     "rotary_share": 0.25,
     "delta_nets": True,
+    "spellings": {"output_gate_type": ("silu", "swish")},  # of the norm in a gated delta net
 }
+_DELTA_NET_GATE = {"output_gate_type": None}
 _QWEN3_5: dict[str, Any] = _HYBRID | {
-    "supported": _PLAIN | _NO_ATTENTION_BIAS | {"attn_output_gate": True, "output_gate_type": None},
+    "supported": _PLAIN | _NO_ATTENTION_BIAS | _DELTA_NET_GATE | {"attn_output_gate": True},
     "carried": ("model.visual.", "mtp."),
 }
 _GPT_OSS = {
@@ -122,7 +127,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", **_QWEN3_5_MOE),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        supported=_PLAIN | _NO_ATTENTION_BIAS | _ALL_LAYERS_SPARSE,
+        supported=_PLAIN | _NO_ATTENTION_BIAS | _ALL_LAYERS_SPARSE | _DELTA_NET_GATE,
         defaults={"norm_topk_prob": True},
         joined_delta_nets=True,
         carried=("mtp.",),
@@ -134,6 +139,8 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=True,
         qk_norm=False,
         supported=_PLAIN | _GPT_OSS,
+        defaults={"rms_norm_eps": 1e-5},
+        stretched=True,
         expert_width="intermediate_size",
         sliding_windows=True,
         sinks=True,

@@ -90,11 +90,12 @@ def _yarn_kept(rotary: Rotary, scaling: RotaryScaling) -> Tensor:
     return 1 - ((places - low) / (high - low or 0.001)).clamp(0, 1)
 
 
-def read_rotary(fields: Fields, head_dim: int, share: float) -> Rotary:
+def read_rotary(fields: Fields, head_dim: int, share: float, *, must_say: bool = False) -> Rotary:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
     Args:
         share: the family's default of `partial_rotary_factor`.
+        must_say: refuse a config without either, which is not unscaled to transformers.
 
     Raises:
         UserError: a key is missing, contradicts another, or has a value that is not implemented.
@@ -103,8 +104,13 @@ def read_rotary(fields: Fields, head_dim: int, share: float) -> Rotary:
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise UserError(f"{origin}: rope_parameters={given!r} should be an object")
+    if must_say and not given:
+        raise UserError(
+            f"{origin}: no rope_parameters nor rope_scaling, which transformers then invents for a "
+            f"{fields.values['model_type']}; add the model's"
+        )
     scaling = fields.get("rope_scaling") or given
-    if _kind(scaling) != _kind(given):
+    if _kind(scaling) != _kind(given) or _base(scaling, fields) != _base(given, fields):
         raise UserError(
             f"{origin}: rope_parameters={given} and rope_scaling={scaling} differ; "
             "keep the right one"
@@ -118,7 +124,11 @@ def read_rotary(fields: Fields, head_dim: int, share: float) -> Rotary:
     kind = _kind(given)["rope_type"]
     if kind == "default":
         return Rotary(size, theta, None)
-    needed = {"linear": ("factor",), "llama3": ("factor",), "yarn": ("factor", _ORIGINAL)}
+    needed = {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+        "yarn": ("factor", _ORIGINAL),
+    }
     if kind not in needed:
         raise UserError(
             f"{origin}: rope_type {kind!r} is not supported; expected default, "
@@ -184,6 +194,12 @@ _NOT_SCALING = (
     "type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section",
     "mrope_interleaved",
 )  # fmt: skip
+
+
+def _base(given: Mapping[str, Any], fields: Fields) -> tuple[Any, ...]:
+    """What `rope_parameters` or `rope_scaling` says of the frequencies before the stretching; the
+    decoder's own keys say what it leaves out."""
+    return tuple(given.get(key, fields.get(key)) for key in ("rope_theta", "partial_rotary_factor"))
 
 
 def _kind(given: Mapping[str, Any]) -> dict[str, Any]:

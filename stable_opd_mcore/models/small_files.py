@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from stable_opd_mcore.host.hub import IMAGE_FILES
 from stable_opd_mcore.models.families import Architecture
 
+TRAINED = "trained.json"  # an exported model's file: the run and step it is from
+_GENERATION = "generation_config.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -21,17 +24,21 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
-    "generation_config.json",
+    _GENERATION,
 )
 
 
 def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path) -> None:
     """Write config.json for weights of this type."""
-    settings = {**architecture.source}
     name = str(dtype).removeprefix("torch.")
-    settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = name
+
+    def with_type(settings: Mapping[str, Any]) -> dict[str, Any]:
+        keys = [key for key in ("dtype", "torch_dtype") if key in settings] or ["dtype"]
+        return {**settings, **dict.fromkeys(keys, name)}
+
+    settings = with_type(architecture.source)
     if architecture.family.text_type:
-        settings["text_config"] = {**settings["text_config"], "dtype": name}
+        settings["text_config"] = with_type(settings["text_config"])
     text = json.dumps(settings, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
 
@@ -39,6 +46,11 @@ def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path
 def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copy the tokenizer and generation settings of one model directory to another."""
     _copy(source, directory, _TOKENIZER_FILES)
+
+
+def copy_generation_settings(source: Path, directory: Path) -> None:
+    """Copy only the generation settings."""
+    _copy(source, directory, [_GENERATION])
 
 
 def copy_image_settings(source: Path, directory: Path) -> None:

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.family import FAMILIES
+from stable_opd_mcore.models.small_files import write_config
 from stable_opd_mcore.models.unread_settings import unread_keys
 from tests.models import tiny
 
@@ -30,6 +32,18 @@ from tests.models import tiny
         (
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
             "no factor, which rope_type .linear. needs",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}},
+            "no low_freq_factor, which rope_type .llama3. needs",
+        ),
+        (
+            {"rope_scaling": {"type": "default"}},
+            r"rope_parameters={.*} and rope_scaling={'type': 'default'} differ",
+        ),
+        (
+            {"rope_scaling": {"type": "default", "rope_theta": 5e5}},
+            r"rope_parameters={.*} and rope_scaling={.*} differ",
         ),
         ({"rope_parameters": None}, "no rope_theta, nor one in rope_parameters"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
@@ -82,6 +96,47 @@ def test_settings_that_switch_something_on_are_named_and_those_of_transformers_a
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
+def test_an_exported_config_says_what_a_missing_key_meant(model_type: str) -> None:
+    fields = tiny.config(model_type)
+    inner = fields.get("text_config", fields)
+    usual = AutoConfig.for_model(model_type).get_text_config()
+    for key in ("head_dim", "num_key_value_heads", "rms_norm_eps"):
+        inner.pop(key, None)
+    read = read_architecture(fields)
+    own = AutoConfig.for_model(**read.source).get_text_config()
+    assert own.num_key_value_heads == read.num_key_value_heads == read.num_attention_heads
+    assert own.head_dim == read.head_dim == read.hidden_size // read.num_attention_heads
+    assert own.rms_norm_eps == read.rms_norm_eps == usual.rms_norm_eps
+
+
+@pytest.mark.parametrize("keys", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype"), ()])
+def test_an_exported_config_names_one_type(keys: tuple[str, ...], tmp_path: Path) -> None:
+    for model_type in ("qwen3", "qwen3_5"):
+        fields = tiny.config(model_type)
+        for each in (fields, fields.get("text_config", fields)):
+            each |= dict.fromkeys(keys, "bfloat16")
+        write_config(read_architecture(fields), torch.float32, tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())
+        for each in (written, written.get("text_config", written)):
+            assert {each.get(key) for key in keys or ("dtype",)} == {"float32"}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_next"])
+def test_the_gate_of_a_delta_net_may_be_named(model_type: str) -> None:
+    fields = tiny.config(model_type)
+    inner = fields.get("text_config", fields)
+    plain = read_architecture(fields)
+    for name in ("silu", "swish"):  # 3.6 and 3.8 say swish, 3.5 says nothing
+        inner["output_gate_type"] = name
+        named = read_architecture(fields)
+        assert named == plain
+        assert named.source.get("text_config", named.source)["output_gate_type"] == name
+    inner["output_gate_type"] = "sigmoid"
+    with pytest.raises(ValueError, match="output_gate_type='sigmoid' is not supported"):
+        read_architecture(fields)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
     """A key may be left out where transformers' default is the implemented value."""
     defaults = AutoConfig.for_model(model_type).get_text_config()
@@ -113,6 +168,11 @@ def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
         ({"sliding_window": None}, "no sliding_window, which a gpt_oss config needs"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* not supported"),
         ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true is not"),
+        (
+            {"rope_parameters": None, "rope_theta": 1e4},
+            "no rope_parameters nor rope_scaling, which transformers then invents for a gpt_oss",
+        ),
     ],
 )
 def test_bad_values_of_sliding_windows_and_biased_experts_are_refused(changes, message) -> None:
