@@ -187,6 +187,7 @@ def machine_servers(
     gpus: int,
     memory_gib: float | None,
     placement: Placement,
+    role: Literal["student", "teacher"] = "student",
 ) -> tuple[int, int]:
     """The number of servers on a machine with this many GPUs for them, and their tensor ranks.
 
@@ -199,12 +200,14 @@ def machine_servers(
     if tensor is None and count is not None and gpus % count == 0:
         tensor = gpus // count
     if tensor is None:
-        tensor = smallest_tensor(architecture, server_dtype(config), gpus, memory_gib, placement)
+        tensor = smallest_tensor(
+            architecture, server_dtype(config), gpus, memory_gib, placement, role
+        )
         # A step waits for its longest response, which a server on more GPUs samples faster: a
         # colocated one takes those of a tensor group.
         group = config.parallel.tensor
         if placement == "colocated" and group > tensor and gpus % group == 0:
-            tensor = tensor if _not_divided(architecture, group) else group
+            tensor = tensor if _not_divided(architecture, group, role) else group
     count = count or gpus // tensor
     if gpus != count * tensor:
         given = f"{_count(count, 'server')} of {_count(tensor, 'GPU')}"
@@ -214,10 +217,10 @@ def machine_servers(
             f"rollout.sglang.num_servers and tensor: {given} on the {_count(gpus, 'GPU')} that a "
             f"machine has for servers: {what}. Set both to null, or so that their product is {gpus}"
         )
-    refused = _not_divided(architecture, tensor)
+    refused = _not_divided(architecture, tensor, role)
     if refused:
         raise UserError(
-            f"rollout.sglang.tensor={tensor} does not divide the student's {refused}: set it to "
+            f"rollout.sglang.tensor={tensor} does not divide the {role}'s {refused}: set it to "
             "a divisor, or to null"
         )
     return count, tensor
@@ -252,23 +255,29 @@ def sends_adapter(config: Config, student: Architecture) -> bool:
 
 
 def smallest_tensor(
-    architecture: Architecture, dtype: str, gpus: int, memory_gib: float, placement: Placement
+    architecture: Architecture,
+    dtype: str,
+    gpus: int,
+    memory_gib: float,
+    placement: Placement,
+    role: Literal["student", "teacher"] = "student",
 ) -> int:
-    """The fewest GPUs, a power of two, that hold the student in `dtype` and as much KV cache."""
+    """The fewest GPUs, a power of two, that hold the model in `dtype` and as much KV cache."""
     share = MEMORY_SHARES[placement]
     size_bytes = 2 if dtype == "bfloat16" else 4
     weights_gib = size_bytes * ModelSize(architecture, Layout(1)).total_parameters() / GIB
     room_gib = WEIGHTS_SHARE * share * memory_gib
     sizes = [2**n for n in range(gpus.bit_length()) if gpus % 2**n == 0]
-    sizes = [size for size in sizes if _not_divided(architecture, size) is None]
+    sizes = [size for size in sizes if _not_divided(architecture, size, role) is None]
     for size in sizes:
         if weights_gib / size <= room_gib:
             return size
     largest = max(sizes, default=0)
     raise UserError(
-        f"the student's {dtype} weights take {weights_gib:.1f} GiB, and the largest {placement} "
+        f"the {role}'s {dtype} weights take {weights_gib:.1f} GiB, and the largest {placement} "
         f"server, on {_count(largest, 'GPU')}, has {largest * room_gib:.1f} GiB for them: use "
-        "server nodes (SERVER_NODES) or GPUs with more memory, or set rollout.sglang.tensor"
+        "server nodes (SERVER_NODES) or GPUs with more memory, or, with a smaller KV cache, "
+        f"rollout.sglang.tensor={largest}"
     )
 
 
@@ -354,10 +363,13 @@ def _refuse_bare_gpus(
         )
 
 
-def _not_divided(architecture: Architecture, tensor: int) -> str | None:
+def _not_divided(architecture: Architecture, tensor: int, role: str) -> str | None:
+    """What this many tensor ranks of a server would have to divide. SGLang copies heads of keys and
+    values to ranks that have none; a publish to a student's servers cannot."""
+    is_copied = role == "teacher" and tensor % architecture.num_key_value_heads == 0
     for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
         number = getattr(architecture, name)
-        if number % tensor:
+        if number % tensor and not (is_copied and name == "num_key_value_heads"):
             return f"{name}={number}"
     return None
 

@@ -17,9 +17,11 @@ from stable_opd_mcore.planning.planned_run import read_models
 from stable_opd_mcore.planning.topology import (
     Topology,
     derive_topology,
+    machine_servers,
     ranks_of_servers,
     replica_gpus,
 )
+from tests.models import tiny
 from tests.planning.cases import CONFIGS, QWEN_7B
 
 H200 = 139.0
@@ -160,6 +162,17 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_remedy(message):
     world, overrides, others = REFUSED[message]
     with pytest.raises(UserError, match=message):
         topology(*world, *overrides, **others)
+
+
+def test_servers_of_a_teacher_may_have_more_ranks_than_key_value_heads():
+    """SGLang gives several ranks the same heads; a publish to a student's servers cannot."""
+    config = load_config(CONFIGS / "smoke_cpu.yaml", [f"{TENSOR}=4"])
+    model = tiny.architecture("qwen3_moe")
+    assert (model.num_attention_heads, model.num_key_value_heads) == (4, 2)
+    arguments = (config, model, 4, 80.0, "disaggregated")
+    assert machine_servers(*arguments, role="teacher") == (1, 4)
+    with pytest.raises(UserError, match="does not divide the student's num_key_value_heads=2"):
+        machine_servers(*arguments)
 
 
 def test_places_name_the_gpus_of_ranks_and_servers_on_every_node():

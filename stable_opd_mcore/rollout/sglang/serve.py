@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 
@@ -41,7 +41,7 @@ def serve(config: Config, *, teacher: bool, say: Callable[[str], None]) -> None:
         )
     folder = config.run.files.teacher_servers if teacher else config.run.files.servers
     model = _model(config, teacher, folder)
-    count, tensor, device = _servers_here(config, model)
+    count, tensor, device = _servers_here(config, model, "teacher" if teacher else "student")
     key_file = Path(sglang.api_key_file or folder / "api_key")
     make_api_key(key_file)
     for number in _END_SIGNALS:
@@ -76,13 +76,15 @@ def _end(*_: object) -> NoReturn:
     raise SystemExit(0)
 
 
-def _servers_here(config: Config, model: Path) -> tuple[int, int, str]:
+def _servers_here(
+    config: Config, model: Path, role: Literal["student", "teacher"]
+) -> tuple[int, int, str]:
     """The number of servers on this machine, their tensor ranks, and cuda or cpu."""
     has_gpus = torch.cuda.is_available()
     gpus = torch.cuda.device_count() if has_gpus else 0
     memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB if has_gpus else None
     architecture = read_architecture(str(model))
-    count, tensor = machine_servers(config, architecture, gpus, memory_gib, "disaggregated")
+    count, tensor = machine_servers(config, architecture, gpus, memory_gib, "disaggregated", role)
     return count, tensor, "cuda" if has_gpus else "cpu"
 
 
