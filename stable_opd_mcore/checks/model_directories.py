@@ -6,6 +6,7 @@ from pathlib import Path
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
+from stable_opd_mcore.config.cold_start import cold_start_config
 from stable_opd_mcore.models.config_fields import decoder_settings
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.unread_settings import unread_keys
@@ -37,8 +38,13 @@ def same_weights(inputs: RunInputs) -> Iterator[Finding]:
     teacher, student = inputs.config.teacher, inputs.config.student.path
     if teacher is None or teacher.prompt is not None or inputs.objective.teacher_needs == "none":
         return
+    lora = inputs.config.student.lora
+    starts_elsewhere = lora is not None and lora.path is not None  # the student's start has factors
     if teacher.is_self or (
-        student and teacher.path and _ends(student) == _ends(teacher.path) != {}
+        student
+        and teacher.path
+        and not starts_elsewhere
+        and _ends(student) == _ends(teacher.path) != {}
     ):
         yield finding("same-weights", student=student, teacher=teacher.path)
 
@@ -56,7 +62,10 @@ def _ends(directory: str) -> dict[str, tuple[int, bytes]]:
 
 def adapter(inputs: RunInputs) -> None:
     """An adapter to start from that `train` refuses."""
-    lora = inputs.config.student.lora
+    config = inputs.config
+    if config.cold_start is not None and cold_start_config(config).run.files.model.is_dir():
+        return  # the adapter is merged into that model
+    lora = config.student.lora
     if lora is not None and lora.path is not None:
         from stable_opd_mcore.models.peft_directory import check_adapter  # as in `weights`
 
@@ -103,10 +112,15 @@ def weights(inputs: RunInputs) -> Iterator[Finding]:
     if read:
         # imports Megatron, which takes seconds
         from stable_opd_mcore.models.huggingface import check_hf
-        from stable_opd_mcore.models.megatron_checkpoint import is_megatron, require_manifest
+        from stable_opd_mcore.models.megatron_checkpoint import (
+            is_megatron,
+            refuse_factors,
+            require_manifest,
+        )
 
         for path, architecture in read:
             if is_megatron(path):
                 require_manifest(path)
+                refuse_factors(path)
             elif unread := check_hf(path, architecture):
                 yield finding("unread-weights", path=path, files=", ".join(unread))

@@ -113,10 +113,14 @@ def rare_checkpoints(inputs: RunInputs) -> Iterator[Finding]:
 
 def disk(inputs: RunInputs) -> Iterator[Finding]:
     """Less free space than the checkpoints and the exported model take."""
-    config = inputs.config
-    parameters = ModelSize(inputs.architecture, Layout(1)).total_parameters()
-    model = WEIGHT_BYTES[config.train.precision] * parameters
-    checkpoint = model + ADAM_BYTES[config.train.precision] * parameters
+    config, size = inputs.config, ModelSize(inputs.architecture, Layout(1))
+    element, state = WEIGHT_BYTES[config.train.precision], ADAM_BYTES[config.train.precision]
+    model = element * size.total_parameters()
+    checkpoint = model + state * size.total_parameters()
+    if lora := config.student.lora:  # a checkpoint holds only the factors; an adapter is exported
+        factors = size.factor_parameters(lora.rank, stage=0)
+        factors += size.expert_factor_parameters(lora.expert_rank or lora.rank)
+        model, checkpoint = model + element * factors, (element + state) * factors
     home = config.run.path
     existing = len(list(config.run.files.checkpoints.glob(ANY_STEP)))
     kept = max(1, config.checkpoint.keep + 1 - existing)  # a new one is written before one goes

@@ -113,13 +113,7 @@ def load_weights(chunks: Sequence[Module], path: str | Path) -> None:
             a weight is missing, of another shape or not finite.
     """
     path = require_intact(path)
-    if any(
-        key.startswith("factors.") for key in dist_checkpointing.load_tensors_metadata(str(path))
-    ):
-        raise UserError(
-            f"{path}: a checkpoint of student.lora, which holds the low-rank factors without the "
-            "model under them; give the run's model/, in which they are merged"
-        )
+    refuse_factors(path)
     try:
         loaded: Any = dist_checkpointing.load(weights_of(chunks), str(path))
     except CheckpointException as error:
@@ -127,6 +121,19 @@ def load_weights(chunks: Sequence[Module], path: str | Path) -> None:
         raise UserError(f"{path}: not this model's weights ({causes[0]}); give its own") from error
     set_weights(chunks, loaded)
     refuse_non_finite(chunks, str(path))
+
+
+def refuse_factors(path: str | Path) -> None:
+    """Raise a UserError for a checkpoint of student.lora, or one with hostile metadata."""
+    refuse_foreign_pickle(Path(path))
+    if any(
+        key.startswith("factors.") for key in dist_checkpointing.load_tensors_metadata(str(path))
+    ):
+        raise UserError(
+            f"{path}: a checkpoint of student.lora, which holds the low-rank factors without the "
+            "model under them; give the run's model/, in which they are merged, or the model that "
+            "`stable-opd convert` makes of the checkpoint"
+        )
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -40,6 +40,7 @@ from stable_opd_mcore.models.lora import (
     iter_factors,
     merge,
 )
+from stable_opd_mcore.models.small_files import TRAINED
 from stable_opd_mcore.models.weights import architecture_of, refuse_non_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -59,6 +60,10 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "megatron_config": (None,),
     "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base
 }
 
@@ -184,8 +189,9 @@ def is_adapter(directory: Path) -> bool:
     return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
 
 
-def base_of(directory: Path) -> Path:
-    """The model that the adapter belongs to.
+def base_of(directory: Path) -> dict[str, Any]:
+    """The model that the adapter belongs to, as settings of a student: `path`, and the `window` and
+    `rope_theta` with which a run of ours trained it.
 
     Raises:
         UserError: its configuration names no directory that exists.
@@ -196,7 +202,21 @@ def base_of(directory: Path) -> Path:
             f"{directory / CONFIG}: base_model_name_or_path={base!r} is not a model directory "
             "here; set it to that of the model on which the adapter was trained"
         )
-    return Path(base)
+    return {"path": base, "window": None, "rope_theta": None, **_trained_positions(directory)}
+
+
+def mark_positions(architecture: Architecture) -> dict[str, Any]:
+    """What an adapter's `trained.json` says of its model, since config.json may say otherwise."""
+    return {"window": architecture.max_positions, "rope_theta": architecture.rotary.theta}
+
+
+def _trained_positions(directory: Path) -> dict[str, Any]:
+    file = directory / TRAINED
+    record = read_json_object(file) if file.is_file() else {}
+    found = {key: record[key] for key in ("window", "rope_theta") if key in record}
+    if any(type(value) not in (int, float) for value in found.values()):
+        raise UserError(f"{file}: {found} should be numbers; restore the file")
+    return found
 
 
 def read_config(directory: Path) -> tuple[int, float]:
@@ -212,12 +232,12 @@ def read_config(directory: Path) -> tuple[int, float]:
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or min(rank, alpha) <= 0:
         raise UserError(f"{file}: r={rank!r} and lora_alpha={alpha!r} should be positive numbers")
-    patterns = {key: ({}, pattern) for key, pattern in _patterns(rank, alpha).items()}
+    patterns = {key: ({}, None, pattern) for key, pattern in _patterns(rank, alpha).items()}
     for key, values in (_PLAIN | patterns).items():
         if key in fields and fields[key] not in values:
             raise UserError(
-                f"{file}: {key}={fields[key]!r} is not supported; expected {values[0]!r}: merge "
-                "this adapter into its model with PEFT, and give the merged model as student.path"
+                f"{file}: {key}={fields[key]!r} is not supported; expected {values[0]!r}: give the "
+                "model into which PEFT has merged this adapter as student.path, or another adapter"
             )
     return rank, float(alpha)
 
@@ -240,6 +260,12 @@ def check_adapter(
                 f"student.lora.{key}={own[key]:g}, but the adapter in {directory} has {found:g}; "
                 f"set student.lora.{key}={found:g}"
             )
+    theta = _trained_positions(directory).get("rope_theta", architecture.rotary.theta)
+    if theta != architecture.rotary.theta:
+        raise UserError(
+            f"{directory / TRAINED}: the adapter was trained with rope_theta={theta!r}, the "
+            f"student has {architecture.rotary.theta:g}; set student.rope_theta={theta!r}"
+        )
     wanted: dict[str, tuple[int, ...]] = {}
     for name, (outputs, inputs) in adapted_shapes(architecture).items():
         for which in get_args(Which):
@@ -251,7 +277,10 @@ def check_adapter(
             names: list[str] = tensors.keys()
             found = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: not readable: {error}; copy or download it again") from error
+        remedy = "copy or download it again"
+        if not file.exists() and file.with_suffix(".bin").exists():
+            remedy = "a pickle (.bin) is not read: load the adapter with PEFT and save it again"
+        raise UserError(f"{file}: not readable: {error}; {remedy}") from error
     for name in sorted(wanted.keys() | found.keys()):
         if found.get(name) != wanted.get(name):
             raise UserError(

@@ -3,13 +3,13 @@
 In bf16 where all weights are, else in fp32, which also holds fp16 exactly.
 """
 
-from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import require_new_directory
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import (
     export_hf,
@@ -18,9 +18,16 @@ from stable_opd_mcore.models.huggingface import (
     stored_dtypes,
 )
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights, save_weights
-from stable_opd_mcore.models.peft_directory import base_of, is_adapter, merge_adapter
-from stable_opd_mcore.models.small_files import copy_tokenizer
+from stable_opd_mcore.models.peft_directory import is_adapter, merge_adapter
+from stable_opd_mcore.models.small_files import copy_generation_settings, copy_tokenizer
 from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.train.evaluated_model import (
+    EvaluatedModel,
+    model_in,
+    run_settings,
+    weights_under,
+)
+from stable_opd_mcore.train.persistence.checkpoint import merge_factors
 
 
 def convert(
@@ -28,7 +35,8 @@ def convert(
 ) -> str:
     """Write `source` in the other form to the new directory `target`; return what was done.
 
-    An adapter that PEFT has saved becomes the merged model, in Hugging Face's form.
+    An adapter that PEFT has saved and a run's checkpoint of low-rank factors become the merged
+    model, in Hugging Face's form.
 
     Args:
         tokenizer: holds the tokenizer, the generation settings, and the tensors of other parts that
@@ -43,39 +51,64 @@ def convert(
         raise UserError(
             f"{source}: not a directory; give that of a model, with config.json, or of a checkpoint"
         )
-    adapter = source if is_adapter(source) else None
-    if adapter is not None:
-        source = base_of(adapter)
-    holder = tokenizer or source
-    if not (holder / "tokenizer.json").is_file():
+    model = model_in(source)
+    under = weights_under(model)  # of the model itself, or of that under its low-rank factors
+    if under["path"] is None:
+        raise UserError(
+            f"{source}: low-rank factors over random weights, which are in no file; give those of "
+            "a run with student.path"
+        )
+    weights = Path(under["path"])
+    holder = tokenizer or (source if _has_tokenizer(source) else weights)
+    if not _has_tokenizer(holder):
         raise UserError(
             f"{holder}: no tokenizer.json in it, so the converted model would have no tokenizer; "
             "name a directory that has it with --tokenizer"
         )
-    architecture = read_architecture(source)
-    dtype = architecture.source.get("dtype") or architecture.source.get("torch_dtype")
-    # In Hugging Face's form the files decide: config.json may name a type that they do not have.
-    dtypes = {dtype} if is_megatron(source) else stored_dtypes(source, architecture)
-    precision = "bf16" if dtypes <= {"bfloat16", "BF16"} else "fp32"
-    if is_megatron(source):
+    architecture = read_architecture(
+        weights, window=under.get("window"), rope_theta=under.get("rope_theta")
+    )
+    precision, rounded = _precision(model, weights, architecture)
+    if is_megatron(weights):
         require_base(holder, architecture)
     world = start_world(ParallelConfig(tensor=tensor, pipeline=pipeline), seed=0)
     chunks = build_model(architecture, world, precision=precision, trainable=False, seed=None)
-    save_tokenizer = partial(copy_tokenizer, holder)
-    if is_megatron(source):
-        load_weights(chunks, source)
+
+    def save_tokenizer(directory: Path) -> None:
+        if not model.is_whole:  # an adapter's directory may lack the settings
+            copy_generation_settings(weights, directory)
+        copy_tokenizer(holder, directory)
+
+    if is_megatron(weights):
+        load_weights(chunks, weights)
     else:
-        load_hf(chunks, source)
-    if adapter is not None:
-        merge_adapter(chunks, adapter)
-        export_hf(chunks, target, base=source, save_tokenizer=save_tokenizer)
-        done = f"{adapter} merged into {source}, in {precision}"
+        load_hf(chunks, weights)
+    if not model.is_whole:
+        merge_adapter(chunks, source) if is_adapter(source) else merge_factors(chunks, source)
+        export_hf(chunks, target, base=weights, save_tokenizer=save_tokenizer)
+        done = f"{source} merged into {weights}, in {precision}"
     elif is_megatron(source):
         export_hf(chunks, target, base=holder, save_tokenizer=save_tokenizer)
         done = f"Megatron to Hugging Face, in {precision}"
     else:
         save_weights(chunks, target, save_tokenizer)
-        rounded = ", fp64 weights rounded to fp32" if "F64" in dtypes else ""
         done = f"Hugging Face to Megatron, in {precision}{rounded}"
     stop_world()
     return done
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return (directory / "tokenizer.json").is_file()
+
+
+def _precision(
+    model: EvaluatedModel, weights: Path, architecture: Architecture
+) -> tuple[Literal["bf16", "fp32"], str]:
+    """The precision to convert in, and what to say of rounding."""
+    if not model.is_whole and is_megatron(model.path):
+        return run_settings(model.path)["train"]["precision"], ""
+    dtype = architecture.source.get("dtype") or architecture.source.get("torch_dtype")
+    # In Hugging Face's form the files decide: config.json may name a type that they do not have.
+    dtypes = {dtype} if is_megatron(weights) else stored_dtypes(weights, architecture)
+    rounded = ", fp64 weights rounded to fp32" if "F64" in dtypes else ""
+    return "bf16" if dtypes <= {"bfloat16", "BF16"} else "fp32", rounded

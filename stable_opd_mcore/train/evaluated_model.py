@@ -10,7 +10,7 @@ adapter and last checkpoint give the same numbers.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import RunDirectory, checkpoint_name
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron
 from stable_opd_mcore.models.peft_directory import base_of, is_adapter
+from stable_opd_mcore.models.small_files import TRAINED
 from stable_opd_mcore.train.persistence.checkpoint import STATE_FILE, newest_checkpoint
 
-TRAINED = "trained.json"  # an exported model's file: the run and step it is from
 PAPER_SETTINGS = Path(evaluation.__path__[0]) / "paper.yaml"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -70,11 +70,10 @@ def evaluation_config(
         settings = PAPER_SETTINGS
     if run is None:
         _require_model(target)
+        whole = {"path": str(target), "window": None, "rope_theta": None}
         changes["student"] = {
-            "path": str(base_of(target) if is_adapter(target) else target),
+            **(base_of(target) if is_adapter(target) else whole),
             "architecture": None,
-            "window": None,
-            "rope_theta": None,
         }
     return load_config(settings, overrides, changes)
 
@@ -102,9 +101,9 @@ def find_model(config: Config) -> EvaluatedModel:
     """
     target = Path(config.evaluation.model or config.run.path)
     if config.evaluation.model is not None and not RunDirectory(target).resolved.is_file():
-        return _model_in(_require_model(target))
+        return model_in(_require_model(target))
     model, newest = RunDirectory(target).model, newest_checkpoint(RunDirectory(target).checkpoints)
-    found = [_model_in(path) for path in (model, newest) if path is not None and path.is_dir()]
+    found = [model_in(path) for path in (model, newest) if path is not None and path.is_dir()]
     if not found:
         raise UserError(
             f"{target}: no trained model in it: train first, or name a model to evaluate with "
@@ -122,10 +121,10 @@ def evaluated_config(config: Config, model: EvaluatedModel) -> Config:
     run has its own tokenizer.
     """
     run = run_of(model.path)
-    trained: dict[str, Any] = {} if run is None else read_settings(RunDirectory(run).resolved)
+    trained = run_settings(model.path)
     tokenizer, stop_ids = config.tokenizer.path, config.student.stop_token_ids
     template_kwargs = config.student.chat_template_kwargs
-    source = _weights(model, trained)
+    source = weights_under(model)
     if run is not None:
         tokenizer = tokenizer or trained["tokenizer"]["path"] or trained["student"]["path"]
         stop_ids = stop_ids or trained["student"]["stop_token_ids"]
@@ -137,8 +136,9 @@ def evaluated_config(config: Config, model: EvaluatedModel) -> Config:
     stop_ids = None if stop_ids is None else tuple(stop_ids)
     student = StudentConfig(**source, stop_token_ids=stop_ids, chat_template_kwargs=template_kwargs)
     if config.student.path == student.path:  # else they are another model's
-        same = {"window": config.student.window, "rope_theta": config.student.rope_theta}
-        student = student.model_copy(update=same)
+        own = {"window": config.student.window, "rope_theta": config.student.rope_theta}
+        own = {key: value for key, value in own.items() if value is not None}
+        student = student.model_copy(update=own)
     return config.model_copy(
         update={
             "run": RunConfig(name=model.name, directory=str(config.evaluation_path)),
@@ -148,30 +148,36 @@ def evaluated_config(config: Config, model: EvaluatedModel) -> Config:
     )
 
 
-def _weights(model: EvaluatedModel, trained: Mapping[str, Any]) -> dict[str, Any]:
+def run_settings(path: Path) -> dict[str, Any]:
+    """The settings of the run in whose directory `path` is; empty without one."""
+    run = run_of(path)
+    return {} if run is None else read_settings(RunDirectory(run).resolved)
+
+
+def weights_under(model: EvaluatedModel) -> dict[str, Any]:
     """Where the model's weights are, or those that its factors are added to, as settings of a
-    student. `trained`: the settings of its run, empty without one.
-    """
+    student."""
     if model.is_whole:
         return {"path": str(model.path)}
-    if trained:
+    if trained := run_settings(model.path):
         keys = ("path", "architecture", "window", "rope_theta")
         return {key: trained["student"].get(key) for key in keys}
     if is_adapter(model.path):
-        return {"path": str(base_of(model.path))}
+        return base_of(model.path)
     raise UserError(
         f"{model.path}: a checkpoint of student.lora without its run, whose settings name the "
         "model under the factors; give the run's directory, or its model/ or adapter/"
     )
 
 
-def mark_trained(directory: Path, run: str, step: int) -> None:
+def mark_trained(directory: Path, run: str, step: int, **more: Any) -> None:
     """Note in an exported model which run's step it is from."""
-    text = json.dumps({"run": run, "step": step}) + "\n"
+    text = json.dumps({"run": run, "step": step, **more}) + "\n"
     write_atomically(directory / TRAINED, text.encode())
 
 
-def _model_in(path: Path) -> EvaluatedModel:
+def model_in(path: Path) -> EvaluatedModel:
+    """What the directory says of the model in it. Raises a UserError if it is not what we write."""
     run = run_of(path)
     file = path / (STATE_FILE if is_megatron(path) else TRAINED)
     try:

@@ -9,6 +9,7 @@ import json
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import DONE, REQUEUE, RunDirectory
 from stable_opd_mcore.models.huggingface import export_hf
-from stable_opd_mcore.models.peft_directory import export_adapter
+from stable_opd_mcore.models.peft_directory import export_adapter, mark_positions
+from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import Sinks, read_metrics
 from stable_opd_mcore.parallel.world import World, stop_world
@@ -198,15 +200,16 @@ def _export(run: Run, steps: int) -> None:
     Collective."""
     config, chunks = run.config, run.student.chunks
 
-    def describe(directory: Path) -> None:
+    def describe(directory: Path, **more: Any) -> None:
         run.tokenizer.save(directory)
-        mark_trained(directory, config.run.name, steps)
+        mark_trained(directory, config.run.name, steps, **more)
 
     base, files = config.student.path, config.run.files
     on_first_rank(run.world, lambda: refuse_changed_base(config))
     export_hf(chunks, files.model, base=base, save_tokenizer=describe)
     if config.student.lora is not None:
-        export_adapter(chunks, files.adapter, base, describe)
+        positions = mark_positions(architecture_of(chunks))
+        export_adapter(chunks, files.adapter, base, partial(describe, **positions))
 
 
 def _train_steps(

@@ -107,6 +107,12 @@ def test_a_teacher_with_the_students_weights_and_prompt_is_found(tmp_path, model
             tmp_path, "run", student=student, teacher=teacher, tokenizer={"path": None}
         )
         assert len(list(model_directories.same_weights(RunInputs(config, None)))) == found
+    adapted = student | {"lora": {"path": str(tmp_path / "adapter")}}  # does not start as its base
+    teacher = {"path": str(copy), "architecture": None}
+    config = tiny_config(
+        tmp_path, "run", student=adapted, teacher=teacher, tokenizer={"path": None}
+    )
+    assert list(model_directories.same_weights(RunInputs(config, None))) == []
 
 
 def test_missing_misshapen_truncated_and_absent_weights_are_refused(tmp_path, model):

@@ -165,6 +165,11 @@ def test_the_space_of_a_run_is_that_of_its_checkpoints_and_model(tmp_path, monke
         (finding,) = output_directory.disk(inputs_of(tmp_path, **sections))
         needed = parameters * (model + 3 * checkpoint)
         assert finding.values == (("needed", f"{needed:.1f} GiB"), ("free", "0.0 GiB"))
+    factors = 2 * 1024  # of rank 2
+    lora = {"student": {"lora": {"rank": 2}}, "checkpoint": {"keep": 2}}
+    (finding,) = output_directory.disk(inputs_of(tmp_path, **lora))
+    needed = 4 * (parameters + factors) + 3 * 12 * factors  # the adapter is exported as well
+    assert finding.values[0] == ("needed", f"{needed:.1f} GiB")
     for step in (1, 2):  # two of three are there
         (tmp_path / "run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     (finding,) = output_directory.disk(inputs_of(tmp_path))

@@ -1,6 +1,7 @@
 """Adapters in PEFT's form: what is written is the trained model, and is read back to the bit."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.models.peft_directory import export_adapter, load_adapter
+from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
@@ -141,7 +143,9 @@ def saved(world: World, tmp_path) -> tuple[list[Any], Path]:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("use_dora", True, "use_dora=True is not supported; expected False: merge this adapter"),
+        ("use_dora", True, "use_dora=True is not supported; expected False: give the model"),
+        ("alora_invocation_tokens", [1, 2], r"alora_invocation_tokens=\[1, 2\] is not supported"),
+        ("rank_pattern", {"q_proj": 8}, "rank_pattern={'q_proj': 8} is not supported"),
         ("use_rslora", True, "use_rslora=True is not supported"),
         ("bias", "all", "bias='all' is not supported; expected 'none'"),
         ("init_lora_weights", "pissa", "init_lora_weights='pissa' is not supported"),
@@ -157,6 +161,30 @@ def test_variants_are_refused_by_name(saved, key, value, message) -> None:
     file = path / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
     with pytest.raises(UserError, match=message):
+        load_adapter(chunks, path, LoraConfig(rank=4, alpha=8.0))
+
+
+def test_an_adapter_says_how_its_model_was_changed(saved) -> None:
+    chunks, path = saved
+    lora = LoraConfig(rank=4, alpha=8.0)
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rank_pattern": None}))
+    theta = architecture_of(chunks).rotary.theta
+    for value, message in (
+        (theta, None),
+        (2 * theta, f"trained with rope_theta={2 * theta}, .* set student.rope_theta={2 * theta}"),
+        ("x", "should be numbers; restore the file"),
+    ):
+        (path / "trained.json").write_text(json.dumps({"run": "r", "rope_theta": value}))
+        with nullcontext() if message is None else pytest.raises(UserError, match=message):
+            load_adapter(chunks, path, lora)
+
+
+def test_a_pickle_is_named(saved) -> None:
+    chunks, path = saved
+    weights = path / "adapter_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    with pytest.raises(UserError, match=r"a pickle \(\.bin\) is not read: load the adapter with"):
         load_adapter(chunks, path, LoraConfig(rank=4, alpha=8.0))
 
 

@@ -126,8 +126,11 @@ def from_the_trained_model(rank: int, world_size: int, directory: str) -> None:
     train(config_of(path, "from_merged", 2, student=merged, **exact), show_progress=False)
     train(config_of(path, "from_adapter", 2, student=adapter, **exact), show_progress=False)
     convert(path / "from_merged" / "adapter", path / "converted")
-    with pytest.raises(UserError, match=r"base_model_name_or_path=None is not a model directory"):
+    with pytest.raises(UserError, match="low-rank factors over random weights, which are in no"):
         convert(path / "from_adapter" / "adapter", path / "unknown_base")
+    shutil.copytree(path / "from_adapter" / "adapter", path / "random_base")
+    with pytest.raises(UserError, match=r"base_model_name_or_path=None is not a model directory"):
+        convert(path / "random_base", path / "unknown_base")
 
 
 def test_a_run_from_an_adapter_starts_as_the_trained_model(runs):
@@ -148,6 +151,7 @@ def evaluate_every_form(rank: int, world_size: int, directory: str) -> None:
     path, evaluated = Path(directory), {"num_samples": 2, "temperature": 1.0}
     options = {"data": problems(8, 6), "evaluation": evaluated, "checkpoint": {"every": 1}}
     base = {"path": f"{path}/dense/model", "architecture": None, "lora": LORA}
+    base |= {"window": 200, "rope_theta": 40000.0}  # config.json of the base has others
     train(config_of(path, "evaluated", 2, student=base, **options), show_progress=False)
     run, moved = path / "evaluated", path / "moved"
     shutil.copytree(run / "adapter", moved)
@@ -156,7 +160,9 @@ def evaluate_every_form(rank: int, world_size: int, directory: str) -> None:
         results.rename(path / f"results_{number}")
     settings = evaluation_config(moved, run / "config.resolved.yaml", ["rollout.engine=embedded"])
     evaluate_config(settings, print).rename(path / "results_3")
-    shutil.rmtree(run / "model")
+    for number, source in enumerate((moved, run / "checkpoints" / "step_000002")):
+        convert(source, path / f"converted_{number}")
+    (run / "model").rename(path / "trained")
     assert evaluate_config(evaluation_config(run), print).name == "step_000002"
     shutil.copytree(run / "checkpoints" / "step_000002", path / "alone")
     with pytest.raises(UserError, match=r"a checkpoint of student\.lora without its run"):
@@ -173,6 +179,9 @@ def test_every_form_of_an_adapter_evaluates_as_the_merged_model(runs):
         assert record["benchmarks"] == merged["benchmarks"]
         assert record["model"]["step"] == 2
     assert merged["benchmarks"]["held_out"]["num_problems"] == 6
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "generation_config.json"):
+        wanted = (runs / "trained" / name).read_bytes()
+        assert all((runs / f"converted_{i}" / name).read_bytes() == wanted for i in range(2)), name
 
 
 def in_bf16(rank: int, world_size: int, directory: str) -> None:

@@ -110,7 +110,11 @@ def refuse_collapsed(
         )
     else:
         place = files.checkpoint(healthy)
-        remedy = f"Newest healthy checkpoint: {place}. Start a new run with student.path set to it"
+        start = f"Newest healthy checkpoint: {place}. Start a new run with student.path set to"
+        if run.config.student.lora is None:
+            remedy = f"{start} it"
+        else:
+            remedy = f"{start} the model that `stable-opd convert` makes of it"
     raise CollapsedError(
         f"{files.path}: the guard stopped the run after step {state.step}: the rollouts stayed "
         f"collapsed through {state.guard.rollbacks} returns to a healthy checkpoint. Evidence: the "
