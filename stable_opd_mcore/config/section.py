@@ -5,6 +5,7 @@ The text under a field is its description; docs/configuration.md is generated fr
 
 import re
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -13,7 +14,13 @@ _LARGEST_SEED = 2**63 - 1
 
 
 def _is_url(value: str) -> str:
-    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
+    try:
+        address = urlsplit(value)
+        is_address = bool(address.hostname and address.hostname.encode("idna"))
+        _ = address.port  # raises a ValueError for one that is none
+    except ValueError:
+        is_address = False
+    if not is_address or not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
         raise ValueError(f"{value!r} is not a server's address; expected http://HOST:PORT")
     return value
 

@@ -72,7 +72,7 @@ def read_user_function(named: str, parameters: Sequence[str]) -> UserFunction:
         ) from error
     try:
         function = vars(found.module()).get(name)
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
         failure = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path}: importing it fails: {failure}; correct it") from error
     if not callable(function):

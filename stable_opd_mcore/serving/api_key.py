@@ -16,16 +16,20 @@ from stable_opd_mcore.errors import UserError
 
 
 def read_api_key(path: str | Path | None) -> str | None:
-    """The key in `path`, None without a path. Raises UserError if no key is there."""
+    """The key in `path`, None without a path. Raises UserError if no key is there; the message does
+    not show what is."""
     if path is None:
         return None
     remedy = "give the file that `stable-opd serve` was given, or write the servers' key into it"
     try:
         key = Path(path).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise UserError(f"api_key_file={path}: {error.strerror}; {remedy}") from error
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text"
+        raise UserError(f"api_key_file={path}: {reason}; {remedy}") from None
     if not key:
         raise UserError(f"api_key_file={path}: the file is empty; {remedy}")
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise UserError(f"api_key_file={path}: not one word of ASCII characters; {remedy}")
     return key
 
 

@@ -50,6 +50,8 @@ def test_no_override_is_cut_at_a_hash(text):
         ("train.steps", "has no =: write key=value"),
         ("teacher.urls=[10.0.0.1:30000]", "expected http://HOST:PORT"),
         ("rollout.sglang.urls=['http://']", "'http://' is not a server's address"),
+        ("rollout.sglang.urls=['http://n1:99999']", "'http://n1:99999' is not a server's address"),
+        ("rollout.sglang.urls=['http://n..1:80']", "'http://n..1:80' is not a server's address"),
         ("run.name=\x07", "not YAML; correct it"),
         ("run.name=" + "[" * 1_000, "not YAML; correct it"),
     ],
