@@ -115,7 +115,7 @@ def _calls(value: object, place: str) -> list[Mapping[str, Any]]:
         try:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (TypeError, KeyError, ValueError):
+        except (TypeError, KeyError, ValueError, RecursionError):
             name = arguments = None
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise DataError(

@@ -257,9 +257,30 @@ def _read_parquet(
         columns = {*columns, *(name.split(".")[0] for name in columns)}
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(_BATCH_ROWS, columns=columns)
-        yield from enumerate(record for batch in batches for record in batch.to_pylist())
-    except (pyarrow.ArrowException, OSError) as error:
+        yield from enumerate(_own(record) for batch in batches for record in batch.to_pylist())
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path}: not readable as parquet; write it again: {error}") from error
+
+
+def _own(record: Record) -> Record:
+    """A record of a table without what Arrow adds to tool calls: each one's arguments have the
+    names of all others' as null."""
+    own = dict(record)
+    for column, value in record.items():
+        if isinstance(value, list):
+            own[column] = [
+                {**each, "tool_calls": _without_nulls(each["tool_calls"])}
+                if isinstance(each, dict) and "tool_calls" in each
+                else each
+                for each in value
+            ]
+    return own
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _refuse_mixed_kinds(folder: Path) -> None:
@@ -302,4 +323,4 @@ def _read_dataset(source: SourceConfig) -> Iterator[tuple[int, Record]]:
             f"{error.__cause__ or error}. Without internet, download it elsewhere and set "
             "data.*.path to the directory or file"
         ) from error
-    yield from enumerate(dataset)  # pyright: ignore[reportReturnType]
+    yield from enumerate(map(_own, dataset))  # pyright: ignore[reportArgumentType]

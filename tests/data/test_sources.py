@@ -8,7 +8,7 @@ import pytest
 
 from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig
 from stable_opd_mcore.data import sources
-from stable_opd_mcore.data.sources import load_rows, read_file
+from stable_opd_mcore.data.sources import load_rows, read_file, read_records
 from stable_opd_mcore.errors import DataError
 from tests.real_data import real_data
 
@@ -171,6 +171,22 @@ def test_bad_rows_are_named(tmp_path, lines, message):
         return
     with pytest.raises(DataError, match=message):
         load(path)
+
+
+def test_tables_add_no_arguments_to_tool_calls(tmp_path):
+    """Arrow gives each object the keys of all others in its column."""
+    datasets = pytest.importorskip("datasets")
+    calls = [("weather", {"city": "Paris", "days": [{"n": 1}]}), ("add", {"a": 1, "b": {"c": 2}})]
+    records = [
+        {"m": [{"role": "assistant", "tool_calls": [{"function": {"name": n, "arguments": a}}]}]}
+        for n, a in calls
+    ]
+    datasets.Dataset.from_list(records).save_to_disk(tmp_path / "folder")
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "t.parquet")
+    for name in ("t.parquet", "folder"):
+        rows = [record for _, record in read_records(SourceConfig(path=str(tmp_path / name)))]
+        found = [row["m"][0]["tool_calls"][0]["function"] for row in rows]
+        assert [(each["name"], each["arguments"]) for each in found] == calls
 
 
 def test_only_the_needed_columns_of_parquet_are_read_with_their_own_types(tmp_path):
