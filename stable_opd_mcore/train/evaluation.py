@@ -326,5 +326,7 @@ def _hash_of(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         values = [prompt.prompt_id, prompt.token_ids, prompt.answer, prompt.answer_format]
-        digest.update(json.dumps(values).encode() + b"\n")
+        if prompt.environment is not None:
+            values += [prompt.columns, prompt.messages]
+        digest.update(json.dumps(values, default=repr).encode() + b"\n")
     return digest.hexdigest()

@@ -109,16 +109,21 @@ def refuse_episodes(run: Run, rollouts: Sequence[Rollout]) -> None:
     """
     if not run.config.has_environment:
         return
+    _refuse(run.engine, rollouts, restart_problem(run.config, rollouts))
+
+
+def _refuse(engine: RolloutEngine, rollouts: Sequence[Rollout], problem: str | None = None) -> None:
+    """Raise a UserError on all ranks if more than half of the episodes failed in their environment,
+    or one of them has a problem. Collective."""
     failures = [each.grading_failure for each in rollouts if each.prompt.environment is not None]
     num_failed = len(failures) - failures.count(None)
-    problem = run.engine.refusal or restart_problem(run.config, rollouts)
-    own = len(failures), num_failed, run.engine.first_failure, problem
+    own = len(failures), num_failed, engine.first_failure, engine.refusal or problem
     counts, failed, reasons, problems = zip(*gather_objects(own), strict=True)
     if sum(failed) > sum(counts) / 2:
         reason = next((each for each in reasons if each), "see the log")
         raise UserError(
-            f"{sum(failed)} of {sum(counts)} episodes of this step failed in their environment; "
-            f"the first one: {reason}; correct it, and continue the run"
+            f"{sum(failed)} of {sum(counts)} episodes failed in their environment; "
+            f"the first one: {reason}; correct it, and start the command again"
         )
     for found in filter(None, problems):
         raise UserError(found)
@@ -132,10 +137,10 @@ def sample_held_out(
     sampling: Sampling,
 ) -> list[Rollout]:
     rollouts = engine.generate(prompts, sampling, step=0)
+    rollouts = graded(grader, world, prompts, rollouts, by_source=False)
     if engine.interaction is not None and engine.interaction.environments:
-        for refusal in filter(None, gather_objects(engine.refusal)):
-            raise UserError(refusal)
-    return graded(grader, world, prompts, rollouts, by_source=False)
+        _refuse(engine, rollouts)
+    return rollouts
 
 
 def graded(

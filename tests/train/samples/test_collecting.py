@@ -156,8 +156,16 @@ def refuse_on_every_rank(rank: int, directory: Path) -> None:
         collecting.refuse_episodes(run, [played])
     engine.interaction = SimpleNamespace(environments={"": config.environment})
     engine.generate = lambda *_, step: []
-    with pytest.raises(UserError, match="no tools"):
-        collecting.sample_held_out(engine, None, None, [], None)
+    world = start_world(config.parallel, 0)
+    prompts, sampling = [played.prompt], SimpleNamespace(num_samples=1)
+    grades = Grades(rank)
+    cases = (("no tools", None, "no tools"), (None, "crash", "2 of 2 episodes failed"))
+    for refusal, failure, message in cases:
+        engine.refusal = refusal
+        engine.generate = lambda *_, step, f=failure: [replace(played, grading_failure=f)]
+        with pytest.raises(UserError, match=message):
+            collecting.sample_held_out(engine, grades, world, prompts, sampling)
+    stop_world()
 
 
 def test_each_replica_samples_its_share_and_one_rank_of_it_grades(tmp_path):
