@@ -31,7 +31,7 @@ def teacher_window(inputs: RunInputs) -> Iterator[Finding]:
     window = teacher and teacher.settings.get("max_position_embeddings")
     if teacher is None or type(window) is not int:
         return
-    longest = inputs.config.longest_episode + len(inputs.pair.student.prompt_ids)
+    longest = inputs.config.longest_context + len(inputs.pair.student.prompt_ids)
     if inputs.config.max_turns > 1:  # an episode ends where the student's window does
         longest = min(longest, inputs.architecture.max_positions)
     settings = inputs.config.teacher

@@ -1,5 +1,6 @@
 """Settings of an environment, which plays episodes of several turns. Loads without torch."""
 
+import math
 from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -43,6 +44,14 @@ class EnvironmentConfig(Section):
     def longest(self) -> int:
         """Turns of the longest episode in any step."""
         return self.max_turns if self.function else 1
+
+    @property
+    def most_observed(self) -> float:
+        """The most tokens that the student reads between its turns."""
+        if self.longest == 1:
+            return 0
+        each = self.max_observation_tokens
+        return math.inf if each is None else (self.longest - 1) * each
 
     @property
     def own_budget(self) -> int | None:

@@ -129,6 +129,15 @@ class Config(Section):
         return max(self.environment_of(one).longest * self.budget_of(one) for one in sources)
 
     @property
+    def longest_context(self) -> float:
+        """The most tokens after the prompt that a model reads in an episode of any source."""
+        return max(
+            self.environment_of(one).longest * self.budget_of(one)
+            + self.environment_of(one).most_observed
+            for one in self.data.sources
+        )
+
+    @property
     def has_environment(self) -> bool:
         """Whether some of the training prompts have episodes of several turns."""
         return any(self.environment_of(each).function for each in self.data.sources)
@@ -256,6 +265,13 @@ class Config(Section):
             reward = source.reward if source.environment else source.reward or self.reward
             if environment.function is None:
                 continue
+            if self.rollout.routing_replay and self.rollout.max_staleness:
+                raise ValueError(
+                    f"rollout.routing_replay=true with rollout.max_staleness="
+                    f"{self.rollout.max_staleness} and an environment: the weights change between "
+                    "turns, and the trainer replays the experts that the newest ones chose; set "
+                    "routing_replay to false or max_staleness to 0"
+                )
             if self.objective.discount:
                 environment.require_one_context("objective.discount")
             if self.teacher and self.teacher.prompt:

@@ -51,7 +51,8 @@ def build_engine(
 
     Args:
         stop_requested: whether the run is about to end; then no server is waited for.
-        progress: called from any thread whenever a server has answered or a token is decoded.
+        progress: called from any thread whenever a server or an environment has answered, or a
+            token is decoded.
         teacher_tokenizer: that of a teacher with a chat template of its own.
 
     Raises:
@@ -59,7 +60,7 @@ def build_engine(
     """
     if config.rollout.engine == "replay":
         return _replay_engine(config)
-    interaction = build_interaction(config, chunks, tokenizer, teacher_tokenizer)
+    interaction = build_interaction(config, chunks, tokenizer, teacher_tokenizer, progress)
     if config.rollout.engine == "sglang":
         return build_sglang_engine(
             config,
@@ -127,7 +128,7 @@ def embedded_engine(
         tokenizer.decode,
         vocab_size=tokenizer.vocab_size,
         progress=progress,
-        interaction=interaction or build_interaction(config, chunks, tokenizer),
+        interaction=interaction or build_interaction(config, chunks, tokenizer, progress=progress),
         **ahead,
     )
 
@@ -137,6 +138,7 @@ def build_interaction(
     chunks: Sequence[Module],
     tokenizer: Tokenizer,
     teacher_tokenizer: Tokenizer | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Interaction:
     """The environments of the run; without any, every response is an episode."""
     environments = environments_of(config)
@@ -149,6 +151,7 @@ def build_interaction(
         config.data.system_prompt,
         architecture_of(chunks).max_positions,
         teacher_tokenizer,
+        progress,
     )
 
 

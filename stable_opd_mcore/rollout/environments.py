@@ -132,6 +132,7 @@ class EnvironmentPool:
         workers: number of processes; each holds many episodes.
         timeout_seconds: limit of one step.
         memory_gib: address space of a process.
+        progress: called after each step, in a worker's thread, even if it failed.
     """
 
     def __init__(
@@ -140,9 +141,10 @@ class EnvironmentPool:
         workers: int = 4,
         timeout_seconds: float = 60.0,
         memory_gib: float = 4.0,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         assert workers > 0 and timeout_seconds > 0 and memory_gib > 0
-        self._function = function
+        self._function, self._progress = function, progress
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._episodes: dict[Hashable, _Episode] = {}
@@ -280,6 +282,7 @@ class EnvironmentPool:
             if not self._has_started:
                 set_future(future, self._cannot_start())
                 return
+            self._progress()
             with self._lock:
                 is_over = episode.is_closed or future.cancelled()
                 if not is_over and self._plays_again(episode, future, failure):
@@ -288,6 +291,7 @@ class EnvironmentPool:
         except Exception as error:  # it belongs to whoever waits for the future
             set_future(future, error)
             return
+        self._progress()
         with self._lock:
             if not episode.is_closed:
                 self._note(episode, step)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +31,7 @@ from stable_opd_mcore.rollout.noise import row_key
 
 # Metrics environment/...; failed episodes are counted as failures of grading, rollout/grading_*
 COUNTS = ("steps", "replays", "not_repeatable", "neutralised_tokens", "cut_tokens")
+_LARGEST_SEED = 2**31 - 1
 _NO_ROOM = Observation(finish_reason="length", reward=0.0)  # ends an episode that did not succeed
 
 
@@ -57,6 +58,7 @@ class Interaction:
     system_prompt: str | None = None  # data.system_prompt
     window: int = 0  # the most tokens that the student reads
     teacher_tokenizer: Tokenizer | None = None  # of a teacher with a chat template of its own
+    progress: Callable[[], None] = lambda: None  # called whenever an environment has played a step
 
     def __post_init__(self) -> None:
         self._pools: dict[str, EnvironmentPool] = {}  # one is made for its first episode
@@ -88,7 +90,8 @@ class Interaction:
             last = episode.turns[-1]
             answer = pool.say(asked.key, last.text, truncated=last.finish_reason == "length")
         else:
-            world = row_key(sampling.seed, step, prompt.prompt_id, 0)
+            # Generators of random numbers take seeds from 0 up to this.
+            world = row_key(sampling.seed, step, prompt.prompt_id, 0) & _LARGEST_SEED
             is_training = sampling.training_step is not None
             answer = pool.open(asked.key, dict(prompt.columns or {}), world, is_training)
         answer.add_done_callback(partial(self._answered, asked, seen))
@@ -121,7 +124,7 @@ class Interaction:
         if name not in self._pools:
             settings = self.environments[name]
             limits = settings.workers, settings.timeout_seconds, settings.memory_gib
-            self._pools[name] = EnvironmentPool(settings.read(), *limits)
+            self._pools[name] = EnvironmentPool(settings.read(), *limits, progress=self.progress)
         return self._pools[name]
 
     def _close(self, name: str, key: Hashable) -> None:
@@ -132,8 +135,9 @@ class Interaction:
 
     def _answered(self, asked: _Asked, seen: Future[Observation], answer: Future[Step]) -> None:
         try:
-            observation = self._observation(asked, answer.result())
-            if observation is _NO_ROOM:
+            step = answer.result()
+            observation = self._observation(asked, step)
+            if observation.finish_reason != "abort" and not step.done:
                 self._close(asked.environment, asked.key)
             seen.set_result(observation)
         except BaseException as error:  # raised again where the observation is waited for
@@ -159,7 +163,15 @@ class Interaction:
         length = len(observation.token_ids)
         if not observation.restarts:
             length += len(asked.episode.context)
-        return _NO_ROOM if length >= self.window else observation
+        if length < self.window:
+            return observation
+        if observation.restarts:  # no turn of the student is the cause
+            self.first_failure = self.first_failure or (
+                f"what it yielded as a new context has {length} tokens, and the student reads "
+                f"{self.window}"
+            )
+            return replace(_NO_ROOM, failure="invalid")
+        return _NO_ROOM
 
     def _encoded(self, asked: _Asked, step: Step, settings: EnvironmentConfig) -> Observation:
         """A step's messages as token ids. Before the first turn, None stands for the prompt.

@@ -59,6 +59,11 @@ def files(tmp_path, monkeypatch):
             f"{FUNCTION} environment.history=template teacher.prompt=own.jinja",
             "teacher.prompt needs episodes of one; set environment.history=append, or drop teach",
         ),
+        (
+            f"{FUNCTION} rollout.engine=sglang rollout.routing_replay=true rollout.max_staleness=1 "
+            "rollout.sglang.placement=disaggregated",
+            "max_staleness=1 and an environment: the weights change between turns",
+        ),
         (f"{FUNCTION} environment.timeout_seconds=1e5 fault.watchdog_minutes=null", "than 10800"),
         (
             f"{FUNCTION} reward.function=envs.py:reward",
@@ -101,6 +106,10 @@ def test_the_longest_episode_is_that_of_any_source():
     assert config.max_turns == 7
     assert [config.budget_of(source) for source in config.data.sources] == [20, 5, 20]
     assert (config.longest_turn, config.longest_episode) == (20, 60)
+    assert config.longest_context == 7 * 5 + 6 * 2048
+    assert of_sources({}, sampling={"max_new_tokens": 20}).longest_context == 20
+    unlimited = {"environment": section | {"max_observation_tokens": None}}
+    assert of_sources({}, unlimited).longest_context == float("inf")
 
 
 def test_turns_grow_from_the_start_to_the_maximum():

@@ -13,6 +13,7 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.samples import golden_samples, rollout_samples
 from stable_opd_mcore.metrics import Sum
 from stable_opd_mcore.records import FinishReason, Prompt, Sampling
+from stable_opd_mcore.rollout.environments import EnvironmentPool
 from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.interaction import Interaction
 from tests.data.real_tokenizers import QWEN3, QWEN25, R1, THINKING, real_tokenizer
@@ -200,6 +201,43 @@ def test_an_observation_that_leaves_no_room_ends_the_episode_before_it(interact)
         episode = followed(interaction, first)
         episode = followed(interaction, said(episode, tokenizer, "go", "length"))
         assert episode.is_ended == is_ended
+
+
+def test_a_new_context_that_fills_the_window_fails_its_episode(interact):
+    tokenizer = real_tokenizer(QWEN25)
+    long = "word " * 600
+    interaction = interact(tokenizer)
+    for episode in (
+        followed(interaction, begun(tokenizer, long)),
+        followed(
+            interaction,
+            said(followed(interaction, begun(tokenizer, None, {"restart": long})), tokenizer, "go"),
+        ),
+    ):
+        rollout = episode.rollout()
+        assert (rollout.reward, rollout.grading_failure) == (0, "invalid")
+    assert "a new context has 6" in str(interaction.first_failure)
+    assert "the student reads 500" in str(interaction.first_failure)
+    assert interaction.take_metrics()["environment/steps"] == Sum(3)
+    for pool in interaction._pools.values():
+        assert not pool._episodes
+
+
+def test_seeds_are_those_of_any_generator(interact, monkeypatch):
+    seeds = []
+
+    def opened(pool, key, row, seed, is_counted):
+        seeds.append(seed)
+        return Future()
+
+    monkeypatch.setattr(EnvironmentPool, "open", opened)
+    tokenizer = real_tokenizer(QWEN25)
+    interaction, episode = interact(tokenizer), begun(tokenizer, None)
+    for number in range(20):
+        own = replace(episode, prompt=replace(episode.prompt, prompt_id=f"s:{number}"))
+        interaction.observe(own, TRAINING, 3)
+    assert len(set(seeds)) == 20
+    assert all(0 <= seed < 2**31 for seed in seeds)
 
 
 def test_a_failing_environment_ends_its_episode_without_a_reward(interact):
