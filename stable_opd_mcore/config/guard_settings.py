@@ -17,7 +17,7 @@ class GuardConfig(Section):
     """`warn`: symptoms of a collapse are logged and written to metrics.jsonl as events. `act`: the
     guard also raises beta and lambda, returns to a healthy checkpoint and, if nothing helps, stops
     the run; it needs `checkpoint.every`."""
-    max_beta: float = Field(default=0.1, ge=0)
+    max_beta: float = Field(default=1.0, ge=0)
     """`act`: the largest `kl.beta` that the guard sets. Above 0 the reference is loaded from the
     start of the run, even if `kl.beta` is 0. 0: beta is not raised."""
     max_lambda: float = Field(default=1.0, ge=0)
