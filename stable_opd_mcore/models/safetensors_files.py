@@ -5,7 +5,6 @@ Nothing is written here (huggingface.py).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.json_files import MIB, read_json_object
 from stable_opd_mcore.models import mxfp4, tensors
 from stable_opd_mcore.models.expert_stacks import are_stacked, file_shapes, place
 from stable_opd_mcore.models.families import Architecture
@@ -24,11 +24,14 @@ SINGLE = "model.safetensors"
 BF16 = "BF16"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors")  # kinds of files of weights
 _BLOCKS, _ROWS = 16, 64  # parts of the head that are compared with a tied embedding
+_INDEX_BYTES = 64 * MIB  # experts that are not stacked have many names
+_AGAIN = "download the model again"
 _DTYPES = ("F32", BF16, "F16", "F64")  # safetensors' names
 
 
 class TensorFiles:
-    """The safetensors files of a directory, each opened when its first tensor is read."""
+    """The safetensors files of a directory. The tensors are those that the files hold; the index
+    says only which files these are."""
 
     def __init__(self, directory: Path, architecture: Architecture) -> None:
         self.directory, self._architecture = directory, architecture
@@ -46,17 +49,13 @@ class TensorFiles:
                 "student.lora.path, or move its files away"
             )
         if index.is_file():
-            try:
-                self._file_of = dict(json.loads(index.read_bytes())["weight_map"])
-            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-                raise UserError(
-                    f"{index}: not an index of safetensors files ({error}); download it again"
-                ) from None
+            self._read_index(index)
             if single.is_file() and SINGLE not in self._file_of.values():
                 raise UserError(
                     f"{self.directory}: holds two sets of weights, {SINGLE} and the files of "
                     f"{INDEX}; move away the wrong one"
                 )
+            self._add_unlisted()
         elif single.is_file():
             self._file_of = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
         else:
@@ -66,6 +65,30 @@ class TensorFiles:
 
     def __exit__(self, *exception: Any) -> None:
         self._open.clear()
+
+    def _read_index(self, index: Path) -> None:
+        listed = read_json_object(index, _INDEX_BYTES, _AGAIN).get("weight_map")
+        if not isinstance(listed, dict):
+            raise UserError(f"{index}: weight_map={listed!r:.60} should be an object; {_AGAIN}")
+        for name, file in listed.items():
+            if not isinstance(file, str):
+                raise UserError(
+                    f"{index}: {name}={file!r:.60} should be the name of a file; {_AGAIN}"
+                )
+        self._file_of = listed
+
+    def _add_unlisted(self) -> None:
+        """Add the tensors that the index leaves out, as transformers does; refuse one that two
+        files hold."""
+        names_in = {file: self._handle(file).keys() for file in sorted(set(self._file_of.values()))}
+        for file, names in names_in.items():
+            for name in names:
+                other = self._file_of.setdefault(name, file)
+                if other != file and name in names_in[other]:
+                    raise UserError(
+                        f"{self.directory}: {other} and {file} both hold tensor {name}; {_AGAIN}, "
+                        "or remove it from the wrong one"
+                    )
 
     def check(self) -> None:
         """Refuse a missing, misshapen or additional tensor; every rank checks all of them."""

@@ -79,6 +79,38 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path):
         check(tmp_path, path)
 
 
+HEAD, LAST = "lm_head.weight", "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("unlisted", "added", "words"),
+    [
+        ([HEAD], {}, r"b\.safetensors: lm_head\.weight differs from model\.embed_tokens\.weight"),
+        ([], {"model.layers.9.mlp.up_proj.weight": torch.ones(3)}, "layers.9.* no place in the mo"),
+        ([], {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, "q_norm.* no place in the"),
+        ([], {LAST: torch.ones(32)}, r"a\.safetensors and b\.safetensors both hold .*model\.norm"),
+        ([LAST], {LAST: torch.ones(32)}, r"both hold tensor model\.norm\.weight; download"),
+        ([LAST], {}, None),  # transformers reads it, too
+    ],
+)
+def test_tensors_that_the_index_leaves_out_are_read(tmp_path, unlisted, added, words):
+    path = write_model(tmp_path / "model", tie_word_embeddings=HEAD in unlisted)
+    shapes = {HEAD: (272, 32), **hf_shapes(read_architecture(path))}
+    tensors = {name: torch.rand(shape) for name, shape in shapes.items()}
+    in_b = (HEAD, "model.embed_tokens.weight")
+    files = {name: f"{'b' if name in in_b else 'a'}.safetensors" for name in tensors}
+    for file in set(files.values()):
+        kept = {name: tensor for name, tensor in tensors.items() if files[name] == file}
+        save_file(kept | (added if file[0] == "b" else {}), f"{path}/{file}")
+    listed = {name: file for name, file in files.items() if name not in unlisted}
+    (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": listed}))
+    if words is None:
+        assert check(tmp_path, path) == []
+    else:
+        with pytest.raises(UserError, match=words):
+            check(tmp_path, path)
+
+
 def test_a_distributed_checkpoint_of_another_program_is_refused_in_the_words_of_train(tmp_path):
     path = write_model(tmp_path / "model")
     (tmp_path / "model" / ".metadata").write_bytes(b"")

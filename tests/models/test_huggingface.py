@@ -287,12 +287,23 @@ def test_a_weight_that_the_table_does_not_name_is_an_error(checkpoint: Path, wor
         load_hf(chunks, checkpoint)
 
 
-@pytest.mark.parametrize("index", [b"{", b"[]", b'{"weight_map": 3}', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[]", "a JSON list, not an object"),
+        (b"\xff", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"{}", "weight_map=None should be an object"),
+        (b'{"weight_map": 3}', "weight_map=3 should be an object"),
+        (b'{"weight_map": {"lm_head.weight": 5}}', "lm_head.weight=5 should be the name of a file"),
+    ],
+)
 def test_unexpected_index_is_refused(
-    index: bytes, checkpoint: Path, world: World, tmp_path: Path
+    index: bytes, words: str, checkpoint: Path, world: World, tmp_path: Path
 ) -> None:
     (tmp_path / INDEX).write_bytes(index)
-    _assert_refused(tmp_path, world, "index.json: not an index of safetensors")
+    _assert_refused(tmp_path, world, f"index.json: {words}.*download the model again")
 
 
 def test_export_beyond_the_free_space_is_refused(world: World, tmp_path: Path) -> None:
