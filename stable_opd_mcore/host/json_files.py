@@ -35,10 +35,25 @@ def object_in_line(line: bytes | str, place: str) -> dict[str, Any]:
     return _object(line, place, "every line must be one object, complete, in UTF-8")
 
 
+class _TwoValuesError(ValueError):
+    """A key stands twice in an object; json would keep its last value."""
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for key, value in pairs:
+            if value != (last := found[key]):
+                raise _TwoValuesError(f"{key!r} has two values, {value!r:.60} and {last!r:.60}")
+    return found
+
+
 def _object(text: bytes | str, place: str, remedy: str) -> dict[str, Any]:
     """Parsed by json: orjson refuses half an emoji, which a decoder may leave."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_distinct)
+    except _TwoValuesError as error:
+        raise DataError(f"{place}: {error}; keep the right one") from None
     except (ValueError, RecursionError) as error:  # no JSON, not UTF-8, nested too deep
         raise DataError(f"{place}: not valid JSON: {error}; {remedy}") from None
     if not isinstance(value, dict):

@@ -15,6 +15,7 @@ from stable_opd_mcore.host.json_files import object_in_line, read_json_object, v
         (b"\xff\xfe\x00", "not valid JSON: 'utf-16"),
         (b"[" * 10**5, "not valid JSON: "),
         (b'"text"', "a JSON str, not an object"),
+        (b'{"a": {"b": 1, "c": 0, "b": 2}}', "'b' has two values, 1 and 2; keep the right one"),
         (b'{"a": 1' + b" " * 2**20 + b"}", r"1\.0 MiB, more than 1 MiB"),
     ],
 )
@@ -26,6 +27,9 @@ def test_a_broken_file_is_named(content, words, tmp_path):
 
 def test_a_line_without_an_object_is_named():
     assert object_in_line(b'{"a": 1}\n', "rows.jsonl:7") == {"a": 1}
+    assert object_in_line(b'{"a": 1, "a": 1}\n', "rows.jsonl:7") == {"a": 1}
+    with pytest.raises(DataError, match=r"rows.jsonl:7: 'a' has two values, \[1\] and 'x'"):
+        object_in_line('{"a": [1], "a": "x"}', "rows.jsonl:7")
     with pytest.raises(DataError, match=r"rows.jsonl:7: a JSON list, not an"):
         object_in_line(b"[1]", "rows.jsonl:7")
 
