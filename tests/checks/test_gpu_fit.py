@@ -1,10 +1,14 @@
 """Layout, memory and precision."""
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from stable_opd_mcore.checks import gpu_fit
 from stable_opd_mcore.checks.lazy_inputs import Place, RunInputs
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.tensors import hf_shapes
 from stable_opd_mcore.planning.plan import Cluster
 from tests.checks.directories import write_model
 from tests.planning.cases import config_7b
@@ -51,14 +55,29 @@ def test_the_fact_is_the_memory_of_the_plan(tmp_path):
     assert memory.endswith(" of 135.0 GiB of a h200, in the rollout phase")
 
 
-def test_a_teacher_stored_in_more_bits_than_it_scores_in_is_found(tmp_path):
-    path = write_model(tmp_path / "model", torch_dtype="float16", vocab_size=261)
+@pytest.mark.parametrize(
+    ("stored", "said", "found"),
+    [
+        (torch.float16, "bfloat16", ["F16"]),
+        (torch.float32, "bfloat16", ["F32"]),
+        (torch.bfloat16, "float32", []),
+        (torch.bfloat16, "bfloat16", []),
+    ],
+)
+def test_a_teacher_whose_files_have_more_bits_than_it_scores_in_is_found(
+    stored, said, found, tmp_path
+):
+    path = write_model(tmp_path / "model", torch_dtype=said, vocab_size=261)
+    shapes = hf_shapes(read_architecture(path))
+    tensors = {name: torch.zeros(shape, dtype=stored) for name, shape in shapes.items()}
+    save_file(tensors, f"{path}/model.safetensors")
     models = {name: {"path": path, "architecture": None} for name in ("student", "teacher")}
     config = tiny_config(
         tmp_path, "run", tokenizer={"path": None}, train={"precision": "bf16"}, **models
     )
-    (finding,) = gpu_fit.precision(RunInputs(config, None))
-    assert (finding.severity, finding.values[0]) == ("warning", ("config.json", "float16"))
+    findings = list(gpu_fit.precision(RunInputs(config, None)))
+    assert [finding.values[0][1] for finding in findings] == found
+    assert all(finding.severity == "warning" for finding in findings)
 
 
 def test_servers_that_do_not_fit_the_gpus_are_refused_where_the_gpu_is_known(tmp_path):
