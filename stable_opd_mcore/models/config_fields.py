@@ -16,13 +16,13 @@ from stable_opd_mcore.host.json_files import read_json_object
 
 
 def read_fields(source: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The fields of a config.json, unchecked, and its name for errors.
+    """The fields of a config.json, unchecked but for text_config, and its name for errors.
 
     Raises:
-        UserError: no such file, too large a one, or no JSON object in it.
+        UserError: no such file, too large a one, no JSON object in it, or none in text_config.
     """
     if isinstance(source, Mapping):
-        return "architecture", source
+        return "architecture", _with_text_object("architecture", source)
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
@@ -32,7 +32,16 @@ def read_fields(source: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[st
         )
     if path.suffix != ".json":
         raise UserError(f"{path}: a file; give a directory with config.json and safetensors")
-    return str(path), read_json_object(path)
+    return str(path), _with_text_object(str(path), read_json_object(path))
+
+
+def _with_text_object(origin: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = settings.get("text_config")
+    if text is None:
+        return {key: value for key, value in settings.items() if key != "text_config"}
+    if not isinstance(text, Mapping):
+        raise UserError(f"{origin}: text_config={text!r:.60} should be an object; correct it")
+    return settings
 
 
 def decoder_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,6 +88,13 @@ class Fields:
         if type(value) is not int or value < 1:
             raise UserError(f"{self.origin}: {key}={value!r} should be a positive whole number")
         return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false, which null is, too; UserError for anything else."""
+        value = self.values.get(key, default)
+        if not isinstance(value, bool | None):
+            raise UserError(f"{self.origin}: {key}={value!r:.60} should be true or false")
+        return bool(value)
 
     def number(self, key: str, default: float) -> float:
         """A positive finite number; UserError for anything else."""

@@ -159,7 +159,7 @@ def read_architecture(
     )
     delta_layers, sliding_layers = layers_of_type(LINEAR, types), layers_of_type(SLIDING, types)
     eps = fields.number("rms_norm_eps", 1e-6)
-    tied = bool(fields.get("tie_word_embeddings", False))
+    tied = fields.flag("tie_word_embeddings")
     # To transformers a missing key may mean another value than it does here.
     written_out = {"num_key_value_heads": groups, "head_dim": head_dim, "rms_norm_eps": eps}
     return Architecture(
@@ -195,6 +195,11 @@ def _family(origin: str, settings: Mapping[str, Any]) -> Family:
         )
     if FAMILIES[model_type].text_type and not isinstance(settings.get("text_config"), Mapping):
         raise UserError(f"{origin}: no text_config, which a {model_type} config needs; add it")
+    if FAMILIES[model_type].text_type is None and settings.get("text_config"):
+        raise UserError(
+            f"{origin}: text_config, which a {model_type} config does not have; remove it, or "
+            "correct model_type"
+        )
     return FAMILIES[model_type]
 
 
@@ -229,7 +234,8 @@ def _delta_net(fields: Fields) -> DeltaNet:
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
     """Attention heads, heads of keys and values, and the size of one."""
-    origin, head_dim = fields.origin, fields.get("head_dim")
+    origin = fields.origin
+    head_dim = None if fields.get("head_dim") is None else fields.count("head_dim")
     heads = fields.count("num_attention_heads")
     hidden = fields.count("hidden_size")
     if head_dim is None and hidden % heads:
@@ -256,7 +262,7 @@ def _experts(fields: Fields, family: Family) -> Experts:
             f"{fields.origin}: num_experts_per_tok={per_token} exceeds num_experts={number}; "
             "correct config.json"
         )
-    normalised = bool(fields.get("norm_topk_prob", False))
+    normalised = fields.flag("norm_topk_prob")
     if per_token == 1 and normalised:
         raise UserError(
             f"{fields.origin}: num_experts_per_tok=1 with norm_topk_prob=true is not supported: "

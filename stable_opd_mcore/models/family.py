@@ -59,6 +59,7 @@ class Family:
 
 _PLAIN = {
     "hidden_act": "silu",
+    "is_causal": True,
     "mlp_bias": False,
     "use_sliding_window": False,
     "quantization_config": None,

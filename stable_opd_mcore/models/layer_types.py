@@ -24,6 +24,8 @@ def read_layer_types(
     """
     known = {FULL} | ({LINEAR} if delta_nets else set()) | ({SLIDING} if sliding_windows else set())
     given = fields.get("layer_types")
+    if not isinstance(given, list | tuple | None):
+        raise UserError(f"{fields.origin}: layer_types={given!r:.60} should be a list; correct it")
     found = set(map(str, given or ()))
     if not found <= known:
         raise UserError(
