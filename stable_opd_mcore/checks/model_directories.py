@@ -1,15 +1,15 @@
 """Models that a run reads: config.json, and the names, shapes and types of their weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from os import SEEK_END
 from pathlib import Path
+from typing import Any
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.cold_start import cold_start_config
-from stable_opd_mcore.models.config_fields import decoder_settings
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.unread_settings import unread_keys
+from stable_opd_mcore.models.unread_settings import unread_settings
 
 _END_BYTES = 65536
 _MANY_ROWS = 8  # rows of a head that are enough to tell what rows without a token look like
@@ -27,10 +27,13 @@ def teacher_settings(inputs: RunInputs) -> Iterator[Finding]:
 
 
 def _unread_settings(role: str, architecture: Architecture) -> Iterator[Finding]:
-    if keys := unread_keys(architecture.source):
-        settings = decoder_settings(architecture.source)
-        values = ", ".join(f"{key}={settings[key]!r:.60}" for key in keys)
-        yield finding("unread-settings", role=role, values=values)
+    yield from _not_implemented("config.json", role, unread_settings(architecture.source))
+
+
+def _not_implemented(file: str, role: str, found: Mapping[str, Any]) -> Iterator[Finding]:
+    if found:
+        values = ", ".join(f"{key}={value!r:.60}" for key, value in found.items())
+        yield finding("unread-settings", file=file, role=role, values=values)
 
 
 def same_weights(inputs: RunInputs) -> Iterator[Finding]:
@@ -60,16 +63,18 @@ def _ends(directory: str) -> dict[str, tuple[int, bytes]]:
     return ends
 
 
-def adapter(inputs: RunInputs) -> None:
-    """An adapter to start from that `train` refuses."""
+def adapter(inputs: RunInputs) -> Iterator[Finding]:
+    """An adapter to start from that `train` refuses, or whose settings are not all read."""
     config = inputs.config
     if config.cold_start is not None and cold_start_config(config).run.files.model.is_dir():
         return  # the adapter is merged into that model
     lora = config.student.lora
     if lora is not None and lora.path is not None:
-        from stable_opd_mcore.models.peft_directory import check_adapter  # as in `weights`
+        from stable_opd_mcore.models import peft_directory  # as in `weights`
 
-        check_adapter(Path(lora.path), inputs.architecture, lora)
+        peft_directory.check_adapter(Path(lora.path), inputs.architecture, lora)
+        found = peft_directory.unread_settings(Path(lora.path))
+        yield from _not_implemented(peft_directory.CONFIG, "adapter", found)
 
 
 def untrained_stops(inputs: RunInputs) -> Iterator[Finding]:

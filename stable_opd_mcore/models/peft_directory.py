@@ -66,6 +66,14 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_bdlora": (None, False),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base
 }
+# Settings that do not change the product of the factors, or that names and shapes of tensors show
+_WITHOUT_EFFECT = {
+    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "target_parameters",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "task_type",
+    "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version",
+    "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying", "loftq_config",
+    "eva_config", "corda_config", "lora_ga_config",
+}  # fmt: skip
 
 
 def export_adapter(
@@ -240,6 +248,13 @@ def read_config(directory: Path) -> tuple[int, float]:
                 "model into which PEFT has merged this adapter as student.path, or another adapter"
             )
     return rank, float(alpha)
+
+
+def unread_settings(directory: Path) -> dict[str, Any]:
+    """Keys of adapter_config.json that switch something on which is not known here."""
+    fields = read_json_object(directory / CONFIG)
+    known = _PLAIN.keys() | _WITHOUT_EFFECT
+    return {key: value for key, value in sorted(fields.items()) if value and key not in known}
 
 
 def check_adapter(

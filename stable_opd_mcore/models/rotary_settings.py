@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ORIGINAL = "original_max_position_embeddings"
+# rope_type -> the keys of `rope_parameters` that it needs, and those that it also reads
+_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL),
+}
+_OPTIONAL = {
+    "yarn": (
+        "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,40 +113,36 @@ def read_rotary(fields: Fields, head_dim: int, share: float, *, must_say: bool =
         UserError: a key is missing, contradicts another, or has a value that is not implemented.
     """
     origin = fields.origin
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise UserError(f"{origin}: rope_parameters={given!r} should be an object")
+    given = _object(fields, "rope_parameters") or _object(fields, "rope_scaling")
     if must_say and not given:
         raise UserError(
             f"{origin}: no rope_parameters nor rope_scaling, which transformers then invents for a "
             f"{fields.values['model_type']}; add the model's"
         )
-    scaling = fields.get("rope_scaling") or given
-    if _kind(scaling) != _kind(given) or _base(scaling, fields) != _base(given, fields):
+    scaling = _object(fields, "rope_scaling") or given
+    named, again = _kind(given, origin), _kind(scaling, origin)
+    if named != again or _base(given, fields) != _base(scaling, fields):
         raise UserError(
             f"{origin}: rope_parameters={given} and rope_scaling={scaling} differ; "
             "keep the right one"
         )
+    for key in _BASE:
+        outer, inside = fields.get(key), given.get(key)
+        if None not in (outer, inside) and outer != inside:
+            raise UserError(
+                f"{origin}: {key}={outer!r}, but {inside!r} in rope_parameters or rope_scaling, "
+                "which would be read; keep the right one"
+            )
     inner = Fields(origin, given)
     holder = inner if "rope_theta" in given else fields
     if holder.get("rope_theta") is None:
         raise UserError(f"{origin}: no rope_theta, nor one in rope_parameters; add it")
     theta = holder.number("rope_theta", 0.0)
-    size = _rotated_size(fields, inner, head_dim, share)
-    kind = _kind(given)["rope_type"]
+    kind = named["rope_type"]
+    size = _rotated_size(fields, inner, head_dim, share, kind)
     if kind == "default":
         return Rotary(size, theta, None)
-    needed = {
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
-        "yarn": ("factor", _ORIGINAL),
-    }
-    if kind not in needed:
-        raise UserError(
-            f"{origin}: rope_type {kind!r} is not supported; expected default, "
-            f"{', '.join(needed)}: take another model"
-        )
-    for key in needed[kind]:
+    for key in _NEEDED[kind]:
         if given.get(key) is None:
             raise UserError(f"{origin}: no {key}, which rope_type {kind!r} needs; add it")
     if kind == "yarn" and size < head_dim:
@@ -154,7 +162,7 @@ def read_rotary(fields: Fields, head_dim: int, share: float, *, must_say: bool =
             original_max_positions=int(inner.number(_ORIGINAL, 8192)),
             beta_fast=inner.number("beta_fast", 32.0),
             beta_slow=inner.number("beta_slow", 1.0),
-            truncate=bool(given.get("truncate", True)),
+            truncate=inner.flag("truncate", default=True),
             attention_factor=_attention_factor(inner) if kind == "yarn" else 1.0,
         ),
     )
@@ -173,12 +181,18 @@ def _attention_factor(given: Fields) -> float:
     return of(1.0)
 
 
-def _rotated_size(fields: Fields, inner: Fields, head_dim: int, default: float) -> int:
+def _rotated_size(fields: Fields, inner: Fields, head_dim: int, default: float, kind: str) -> int:
     """Elements of a head that are rotated: all, except in families with another default."""
     key = "partial_rotary_factor"
-    if default == 1.0:
-        return head_dim
-    share = (inner if inner.get(key) is not None else fields).number(key, default)
+    holder = inner if inner.get(key) is not None else fields
+    share = default if holder.get(key) is None else holder.number(key, default)
+    if default == 1.0 and share != 1.0:
+        if kind != "default":
+            raise UserError(
+                f"{fields.origin}: {key}={share} with rope_type {kind!r} is not supported for "
+                f"{fields.values['model_type']}; expected 1: take another model"
+            )
+        share = 1.0  # transformers does not read it either
     size = int(head_dim * share)
     if share > 1 or size < 2 or size % 2:
         raise UserError(
@@ -188,22 +202,65 @@ def _rotated_size(fields: Fields, inner: Fields, head_dim: int, default: float) 
     return size
 
 
-# Keys of `rope_parameters` that say nothing about the stretching: the sections are of positions in
-# images, and all three positions of a text's token are equal.
-_NOT_SCALING = (
-    "type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section",
-    "mrope_interleaved",
-)  # fmt: skip
+# Keys that say nothing about the stretching: the sections are of positions in images, and all three
+# positions of a text's token are equal.
+_BASE = ("rope_theta", "partial_rotary_factor")
+_NOT_SCALING = ("type", "rope_type", *_BASE, "mrope_section", "mrope_interleaved")
+
+
+def unread_rotary_settings(
+    settings: Mapping[str, Any], *, has_share: bool
+) -> Iterator[tuple[str, Any]]:
+    """Keys of a readable `rope_parameters` or `rope_scaling`, and their values, that its rope_type
+    does not read. `has_share`: the family reads partial_rotary_factor."""
+    name = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
+    given = _object(Fields("config.json", settings), name)
+    kind = _kind(given, "config.json")
+    read = {"rope_type", *_NEEDED[kind["rope_type"]], *_OPTIONAL.get(kind["rope_type"], ())}
+    for key in sorted(kind.keys() - read):
+        if given[key]:
+            yield f"{name}.{key}", given[key]
+    if not has_share and given.get("partial_rotary_factor") not in (None, 1):
+        yield f"{name}.partial_rotary_factor", given["partial_rotary_factor"]
+
+
+def _object(fields: Fields, key: str) -> Mapping[str, Any]:
+    """`rope_parameters` or `rope_scaling`, empty if there is none."""
+    given = fields.get(key) or {}
+    if not isinstance(given, Mapping):
+        raise UserError(f"{fields.origin}: {key}={given!r} should be an object")
+    for inner, value in given.items():
+        if isinstance(value, Mapping):
+            raise UserError(
+                f"{fields.origin}: {key}.{inner}={value!r:.60} is not supported; expected one "
+                "setting for all layers: take another model"
+            )
+    return given
 
 
 def _base(given: Mapping[str, Any], fields: Fields) -> tuple[Any, ...]:
     """What `rope_parameters` or `rope_scaling` says of the frequencies before the stretching; the
     decoder's own keys say what it leaves out."""
-    return tuple(given.get(key, fields.get(key)) for key in ("rope_theta", "partial_rotary_factor"))
+    return tuple(given.get(key, fields.get(key)) for key in _BASE)
 
 
-def _kind(given: Mapping[str, Any]) -> dict[str, Any]:
+def _kind(given: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """The scaling that `rope_parameters` or `rope_scaling` names, in one spelling."""
-    kind = given.get("rope_type", given.get("type", "default"))
+    named = [given[key] for key in ("rope_type", "type") if given.get(key) is not None]
+    kinds = ["default" if kind == "mrope" else kind for kind in named]
     other = {k: v for k, v in given.items() if k not in _NOT_SCALING}
-    return {"rope_type": "default" if kind == "mrope" else kind, **other}
+    if not kinds and any(value is not None for value in other.values()):
+        raise UserError(
+            f"{origin}: {other} without rope_type, which has no effect; add it, or remove these"
+        )
+    kind = kinds[0] if kinds else "default"
+    if kinds[1:] not in ([], [kind]):
+        raise UserError(
+            f"{origin}: rope_type={named[0]!r} and type={named[1]!r} differ; keep the right one"
+        )
+    if not isinstance(kind, str) or kind not in _NEEDED:
+        raise UserError(
+            f"{origin}: rope_type {kind!r} is not supported; expected {', '.join(_NEEDED)}: take "
+            "another model"
+        )
+    return {"rope_type": kind, **other}

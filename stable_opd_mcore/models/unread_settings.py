@@ -5,6 +5,7 @@ from typing import Any
 
 from stable_opd_mcore.models.config_fields import decoder_settings
 from stable_opd_mcore.models.family import FAMILIES
+from stable_opd_mcore.models.rotary_settings import unread_rotary_settings
 
 # Keys that models/families.py reads, in addition to those of each family.
 _READ = {
@@ -23,7 +24,7 @@ _READ_OF_DELTA_NETS = {
 # transformers, images, multi-token prediction, or a server's state.
 # A sliding window is off unless use_sliding_window is true.
 _WITHOUT_EFFECT = {
-    "_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id",
+    "_name_or_path", "architectures", "bos_token_id", "eos_token_id", "pad_token_id",
     "torch_dtype", "dtype", "transformers_version", "use_cache", "attention_dropout",
     "pretraining_tp", "router_aux_loss_coef", "output_router_logits", "sliding_window",
     "max_window_layers", "return_dict", "output_attentions", "output_hidden_states", "id2label",
@@ -35,11 +36,17 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-def unread_keys(fields: Mapping[str, Any]) -> list[str]:
-    """Keys of a readable config.json that switch something on which is not computed here."""
+def unread_settings(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a readable config.json that switch something on which is not computed here, and
+    their values."""
     family = FAMILIES[fields["model_type"]]
-    known = {*_READ, *_WITHOUT_EFFECT, *family.supported, family.expert_width}
+    known = {*_READ, *_WITHOUT_EFFECT, *family.supported, family.expert_width, "auto_map"}
     known |= _READ_OF_DELTA_NETS if family.delta_nets else set()
     known |= {"shared_expert_intermediate_size"} if family.shared_expert else set()
     settings = decoder_settings(fields)
-    return sorted(key for key, value in settings.items() if value and key not in known)
+    found = {key: value for key, value in settings.items() if value and key not in known}
+    found |= unread_rotary_settings(settings, has_share=family.rotary_share != 1.0)
+    own_code = settings.get("auto_map")
+    if isinstance(own_code, Mapping) and any(name.startswith("AutoModel") for name in own_code):
+        found["auto_map"] = own_code
+    return dict(sorted(found.items()))

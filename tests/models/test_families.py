@@ -10,8 +10,10 @@ from transformers import AutoConfig
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.family import FAMILIES
 from stable_opd_mcore.models.small_files import write_config
-from stable_opd_mcore.models.unread_settings import unread_keys
+from stable_opd_mcore.models.unread_settings import unread_settings
 from tests.models import tiny
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,39 @@ from tests.models import tiny
         ({"num_hidden_layers": True}, "num_hidden_layers=True should be a positive whole number"),
         ({"rope_parameters": [1]}, r"rope_parameters=\[1\] should be an object"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' should be a positive number"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn' should be an object"),
+        ({"rope_theta": 4e4}, "rope_theta=40000.0, but 10000.0 in rope_parameters"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}},
+            "{'factor': 4.0} without rope_type, which has no effect",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "type": "yarn"}},
+            "rope_type='default' and type='yarn' differ",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": ["yarn"]}},
+            r"rope_type \['yarn'\] is not supported",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "rope_parameters.full_attention={.* is not supported; expected one setting",
+        ),
+        (
+            {"rope_parameters": YARN | {"rope_theta": 1e4, "truncate": "no"}},
+            "truncate='no' should be true or false",
+        ),
+        (
+            {"rope_parameters": YARN | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5 with rope_type 'yarn' is not supported for qwen3",
+        ),
+        ({"head_dim": "8"}, "head_dim='8' should be a positive whole number"),
+        ({"head_dim": 7}, "partial_rotary_factor=1.0 of head_dim=7 rotates 7 elements"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' should be true or false"),
+        ({"layer_types": 4}, "layer_types=4 should be a list"),
+        ({"is_causal": False}, "is_causal=False is not supported for qwen3; expected True"),
+        ({"text_config": "x"}, "text_config='x' should be an object"),
+        ({"text_config": {"hidden_size": 8}}, "text_config, which a qwen3 config does not have"),
     ],
 )
 def test_bad_values_in_config_json_are_refused(changes: dict, message: str, tmp_path: Path) -> None:
@@ -88,11 +123,75 @@ def test_window_and_rope_theta_replace_those_of_config_json(form: str) -> None:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_settings_that_switch_something_on_are_named_and_those_of_transformers_are_not(model_type):
     fields = AutoConfig.for_model(**tiny.config(model_type)).to_dict()
-    assert unread_keys(read_architecture(fields).source) == []
-    more = {"final_logit_softcapping": 30.0, "residual_multiplier": None, "use_bias": False}
+    assert unread_settings(read_architecture(fields).source) == {}
+    found = {"auto_map": {"AutoModelForCausalLM": "a.B"}, "final_logit_softcapping": 30.0}
     inner = fields.get("text_config", fields)
-    inner |= more
-    assert unread_keys(fields) == ["final_logit_softcapping"]
+    inner |= found | {"residual_multiplier": None, "use_bias": False}
+    inner["rope_parameters"] |= {"ext_factor": 1.0, "mscale": None}
+    assert unread_settings(fields) == found | {"rope_parameters.ext_factor": 1.0}
+    inner["auto_map"] = {"AutoConfig": "a.B", "AutoTokenizer": ["a.B", None]}
+    assert "auto_map" not in unread_settings(fields)
+
+
+PUBLISHED_ROTARY = {
+    "Qwen3": ("qwen3", {"rope_theta": 1e6, "rope_scaling": None}, None),
+    "Qwen's YaRN": (
+        "qwen3",
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": {
+                "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
+                "attention_factor": None,
+            },
+        },
+        "yarn",
+    ),
+    "Llama 3.1": (
+        "llama",
+        {
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "rope_type": "llama3", "type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+            },
+        },
+        "llama3",
+    ),
+    "Qwen2.5-VL, as saved": (
+        "qwen2",
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": {"rope_type": "default", "type": "mrope", "mrope_section": [2, 1, 1]},
+        },
+        None,
+    ),
+    "linear": ("llama", {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4}},
+               "linear"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED_ROTARY)
+def test_published_rotary_settings_are_all_read(name: str) -> None:
+    model_type, settings, kind = PUBLISHED_ROTARY[name]
+    fields = tiny.config(model_type) | {"rope_parameters": None} | settings
+    scaling = read_architecture(fields).rotary.scaling
+    assert (scaling and scaling.kind) == kind
+    assert unread_settings(fields) == {}
+
+
+@pytest.mark.parametrize(
+    ("rotary", "found"),
+    [
+        ({"rope_type": "default", "factor": 4.0}, {"factor": 4.0}),
+        (YARN | {"attn_factor": 2.0}, {"attn_factor": 2.0}),
+        ({"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
+        ({"partial_rotary_factor": 1.0}, {}),
+    ],
+)
+def test_keys_that_a_rope_type_does_not_read_are_named(rotary: dict, found: dict) -> None:
+    fields = tiny.config("qwen3", rope_parameters={"rope_theta": 1e4} | rotary)
+    read_architecture(fields)
+    assert unread_settings(fields) == {f"rope_parameters.{k}": v for k, v in found.items()}
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -18,7 +18,11 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.models.lora import adapt
-from stable_opd_mcore.models.peft_directory import export_adapter, load_adapter
+from stable_opd_mcore.models.peft_directory import (
+    export_adapter,
+    load_adapter,
+    unread_settings,
+)
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from tests.models import tiny
@@ -162,6 +166,16 @@ def test_variants_are_refused_by_name(saved, key, value, message) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
     with pytest.raises(UserError, match=message):
         load_adapter(chunks, path, LoraConfig(rank=4, alpha=8.0))
+
+
+def test_settings_of_an_adapter_that_are_not_known_are_named(saved) -> None:
+    path = saved[1]
+    file = path / "adapter_config.json"
+    assert unread_settings(path) == {}
+    usual = {"qalora_group_size": 16, "megatron_core": "megatron.core", "loftq_config": {}}
+    more = usual | {"layers_pattern": None, "new_form": False, "magnitude_cap": 3.0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    assert unread_settings(path) == {"magnitude_cap": 3.0}
 
 
 def test_an_adapter_says_how_its_model_was_changed(saved) -> None:
