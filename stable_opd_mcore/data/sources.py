@@ -9,10 +9,12 @@ a row that cannot be used is an error that names file, row, column and remedy.
 # pyright: basic
 
 import math
+import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,12 @@ Record = Mapping[str, Any]
 _DEFAULT_COLUMNS = ColumnsConfig()
 _BATCH_ROWS = 64
 _MAX_LINE_BYTES = 64 * 2**20
-_DATA_SUFFIXES = {".json": "json", ".jsonl": "json"} | {
-    suffix: suffix for suffix in (".parquet", ".csv", ".tsv", ".arrow", ".txt")
-}
-_OTHER_JSON = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+_DATA_FILE = re.compile(
+    r".*\.(json|jsonl|ndjson|parquet|csv|tsv|arrow|txt)(\.(gz|bz2|xz|zst|lz4|zip))?", re.IGNORECASE
+)
+_OTHER_JSON = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+_STATE = "state.json"
+_SHARD = re.compile(r"(.*[-_.])(\d+)-of-(\d+)(?!\d).*")
 
 _GSM8K_ANSWER = re.compile(r"\n?####[ \t]*([^\n]+?)\s*\Z")
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -283,17 +287,57 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _refuse_mixed_kinds(folder: Path) -> None:
-    """`datasets` reads the most frequent kind of file in a folder and passes over the others."""
-    names: dict[str, str] = {}  # one of each kind
+def _refuse_unread_files(folder: Path, read: Iterable[str]) -> None:
+    """Refuse a folder with data files that are not among those `read`, which are of all splits.
+
+    `datasets` reads the most frequent kind of file, and passes over files that neither README.md
+    nor their names give to a split if it finds some that are.
+    """
+    known = set(map(os.path.realpath, read))
+    unread: list[str] = []
     for file in sorted(folder.rglob("*")):
-        if file.suffix in _DATA_SUFFIXES and not file.name.endswith(_OTHER_JSON):
-            names.setdefault(_DATA_SUFFIXES[file.suffix], str(file.relative_to(folder)))
-    if len(names) > 1:
+        name = file.relative_to(folder)
+        is_hidden = any(part.startswith((".", "__")) for part in name.parts)
+        is_data = _DATA_FILE.fullmatch(file.name) and file.name not in (*_OTHER_JSON, _STATE)
+        if is_data and not is_hidden and file.is_file() and os.path.realpath(file) not in known:
+            unread.append(str(name))
+    if unread:
+        more = f" and {len(unread) - 3} more" if unread[3:] else ""
         raise DataError(
-            f"{folder}: holds files of several kinds ({', '.join(names.values())}), of which only "
-            "one kind would be read; set data.*.path to one file, or move the others away"
+            f"{folder}: {', '.join(unread[:3])}{more} would not be read with its other files: "
+            "datasets reads one kind of file, and only those that README.md or their names give to "
+            "a split, where there are some; set data.*.path to one file, convert or rename these, "
+            "or move them away"
         )
+
+
+def _refuse_missing_shards(folder: Path, read: Iterable[str]) -> None:
+    """Refuse a series of files `NAME-00000-of-00003` that is not whole."""
+    found: dict[tuple[str, int], set[int]] = {}
+    for shard in filter(None, map(_SHARD.fullmatch, read)):
+        found.setdefault((shard[1], int(shard[3])), set()).add(int(shard[2]))
+    for (name, count), numbers in found.items():
+        first = int(count in numbers)  # some number from 1
+        missing = [n for n in range(first, first + count) if n not in numbers]
+        if missing:
+            raise DataError(
+                f"{folder}: of the {count} files {Path(name).name}*-of-{count:05}, number "
+                f"{', '.join(map(str, missing[:9]))} is missing; download the rest, or rename the "
+                "files if these are all"
+            )
+
+
+def _files_of_splits(path: str) -> dict[str, list[str]]:
+    """The files that `datasets` finds in a folder, by split, of all its configurations."""
+    import datasets
+
+    found: dict[str, list[str]] = {}
+    for name in datasets.get_dataset_config_names(path):
+        with suppress(FileNotFoundError):  # a configuration whose files were not downloaded
+            config = datasets.load_dataset_builder(path, name).config
+            for split, files in (config.data_files or {}).items():
+                found.setdefault(str(split), []).extend(files)
+    return found
 
 
 def _read_dataset(source: SourceConfig) -> Iterator[tuple[int, Record]]:
@@ -303,18 +347,24 @@ def _read_dataset(source: SourceConfig) -> Iterator[tuple[int, Record]]:
             f"{source.path}: no such file or directory, nor a hub id (owner/name); "
             "check data.*.path"
         )
-    if path.is_dir():
-        _refuse_mixed_kinds(path)
     import datasets  # takes seconds, so only sources that need it import it
     from datasets.exceptions import DatasetsError
 
     try:
-        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        if any((path / name).is_file() for name in (_STATE, "dataset_dict.json")):
+            _refuse_unread_files(path, map(str, path.rglob("*.arrow")))
             loaded = datasets.load_from_disk(source.path)
             dataset = loaded[source.split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             name = source.options.get("configuration")
+            if path.is_dir():
+                files = _files_of_splits(source.path)
+                _refuse_unread_files(path, chain(*files.values()))
+                of_split = (files[each] for each in files if each in source.split)
+                _refuse_missing_shards(path, chain(*of_split))
             dataset = datasets.load_dataset(source.path, name, split=source.split)
+    except DataError:
+        raise
     except KeyError as error:
         raise DataError(f"{source.path}: no split {source.split!r}; set data.*.split") from error
     except (OSError, ValueError, DatasetsError) as error:

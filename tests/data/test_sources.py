@@ -51,16 +51,51 @@ def test_parquet_and_datasets_directories_give_the_same_rows(tmp_path):
     assert len(load(tmp_path / "a.parquet", limit=2)) == 2
     with pytest.raises(DataError, match=r"splits: no split 'train'"):
         load(tmp_path / "splits")
+    jsonl(tmp_path / "plain" / "more.jsonl", RECORDS)
+    with pytest.raises(DataError, match=r"plain: more\.jsonl would not be read"):
+        load(tmp_path / "plain")
 
 
-def test_a_folder_with_files_of_two_kinds_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("names", "readme", "refused"),
+    [
+        ("a.jsonl b.csv", "", r"b\.csv would not be read"),
+        ("a.jsonl b.csv.gz", "", r"b\.csv\.gz would"),
+        ("a.jsonl b.JSONL", "", r"b\.JSONL would"),
+        ("train.jsonl b.jsonl c.jsonl d.jsonl e.jsonl", "", r"b\..*, d\.jsonl and 1 more would"),
+        ("train/a.jsonl extra/b.jsonl", "", r"extra/b\.jsonl would"),
+        (
+            "a.jsonl b.jsonl",
+            "---\nconfigs:\n- {config_name: c, data_files: a.jsonl}\n---",
+            "b.jsonl",
+        ),
+        ("train-00000-of-00003.jsonl train-00002-of-00003.jsonl", "", r"train-\*-of.*number 1 is"),
+        ("train-1-of-3.jsonl train-3-of-3.jsonl", "", "number 2 is missing"),
+        ("train.jsonl test-00001-of-00002.jsonl config.json .c/b.jsonl dataset_infos.json", "", ""),
+        ("a-1-of-2.jsonl a-2-of-2.jsonl", "", ""),
+        (
+            "one/train.jsonl two/train.jsonl",
+            "---\nconfigs:\n"
+            "- {config_name: one, data_files: one/*.jsonl}\n"
+            "- {config_name: two, data_files: two/*.jsonl}\n"
+            "- {config_name: three, data_files: not_downloaded/*.jsonl}\n---",
+            "",
+        ),
+    ],
+)
+def test_no_file_of_a_folder_is_passed_over(tmp_path, names, readme, refused):
     pytest.importorskip("datasets")
-    (tmp_path / "a.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
-    (tmp_path / "dataset_infos.json").write_text("{}")
-    assert [row.answer for row in load(tmp_path)] == ["2"]
-    (tmp_path / "b.csv").write_text("problem,answer\n1+2,3\n")
-    with pytest.raises(DataError, match=r"several kinds \(a\.jsonl, b\.csv\), of which only one"):
-        load(tmp_path)
+    text = '{"problem": "1+1", "answer": "2"}\n'
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}" if name == "dataset_infos.json" else text)
+    (tmp_path / "README.md").write_text(readme)
+    options = {"configuration": "one"} if "one" in readme else {}
+    if not refused:
+        assert {row.answer for row in load(tmp_path, options=options)} == {"2"}
+        return
+    with pytest.raises(DataError, match=refused):
+        load(tmp_path, options=options)
 
 
 @pytest.mark.parametrize(
