@@ -20,7 +20,39 @@ from stable_opd_mcore.host.network import gloo_settings
 
 _log = logging.getLogger(__name__)
 _LOG_AFTER = timedelta(seconds=15)
-_REMEDY = "start with torchrun or srun, or unset RANK and WORLD_SIZE for one process"
+_OF_LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE")
+_REMEDY = (
+    f"start with torchrun or a script in slurm/, or unset {', '.join(_OF_LAUNCHER)} for one process"
+)
+_LEAST_OF_SEVERAL = {  # variables that only tasks started together have with this value or more
+    "SLURM_STEP_NUM_TASKS": 2,  # srun's; SLURM_NTASKS is also set where nothing was started yet
+    "SLURM_PROCID": 1,
+    "OMPI_COMM_WORLD_SIZE": 2,
+    "PMI_SIZE": 2,
+}
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this rank; a lone process is not.
+
+    Raises:
+        UserError: one task of several, whose launcher does not number the ranks.
+    """
+    if any(name in os.environ for name in _OF_LAUNCHER):
+        return True
+    found = {name: os.environ.get(name, "") for name in _LEAST_OF_SEVERAL}
+    several = {
+        name: text
+        for name, text in found.items()
+        if text.isdecimal() and int(text) >= _LEAST_OF_SEVERAL[name]
+    }
+    if several:
+        raise UserError(
+            f"{', '.join(map('='.join, several.items()))}, but RANK and WORLD_SIZE are not set: "
+            "each of these tasks would be a run of one rank, all in one directory; start them with "
+            f"torchrun or a script in slurm/, or unset {' and '.join(several)} for one process"
+        )
+    return False
 
 
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
@@ -29,9 +61,11 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     Raises:
         UserError: a variable of the launcher is missing or unusable, or a rank did not start.
     """
-    world_size = _number("WORLD_SIZE", 1, 2**31)
-    rank = _number("RANK", 0, world_size - 1)
-    host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 1, 2**16 - 1)
+    world_size = launcher_number("WORLD_SIZE", 1, 2**31)
+    rank = launcher_number("RANK", 0, world_size - 1)
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        launcher_number("LOCAL_WORLD_SIZE", 1, world_size)
+    host, port = os.environ.get("MASTER_ADDR", ""), launcher_number("MASTER_PORT", 1, 2**16 - 1)
     try:
         os.environ.update(gloo_settings(host))
     except OSError as error:
@@ -60,7 +94,8 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return store, rank, world_size
 
 
-def _number(name: str, lowest: int, highest: int) -> int:
+def launcher_number(name: str, lowest: int, highest: int) -> int:
+    """The number in a variable of the launcher; a UserError if there is none in this range."""
     text = os.environ.get(name, "")
     if text.isdecimal() and lowest <= int(text) <= highest:
         return int(text)

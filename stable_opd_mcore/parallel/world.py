@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import COLLECTIVE_TIMEOUT_MINUTES
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.parallel.rendezvous import meet
+from stable_opd_mcore.parallel.rendezvous import is_launched, launcher_number, meet
 
 Object = TypeVar("Object")
 
@@ -292,7 +292,7 @@ def _join() -> torch.device:
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", seconds)
     if not dist.is_initialized():
         backend = "nccl" if on_gpu else "gloo"
-        if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        if is_launched():
             store, rank, world_size = meet(_START_TIMEOUT)
             store.set_timeout(_TIMEOUT)  # groups exchange addresses at their first collective
             dist.init_process_group(
@@ -310,7 +310,8 @@ def _join() -> torch.device:
 
 def _local_gpu() -> int:
     """Index of this rank's GPU. Slurm may show each rank only its own."""
-    return int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    local_rank = launcher_number("LOCAL_RANK", 0, 2**31) if "LOCAL_RANK" in os.environ else 0
+    return local_rank % torch.cuda.device_count()
 
 
 def ranks_on_this_machine() -> int:

@@ -43,8 +43,12 @@ def _port() -> int:
     [
         ({"MASTER_PORT": ""}, "MASTER_PORT='' of the launcher; expected a number from 1 to 65535"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000' .* from 1 to 65535"),
-        ({"RANK": "x"}, "RANK='x' .* from 0 to 2: start with torchrun or srun"),
+        ({"RANK": "x"}, "RANK='x' .* from 0 to 2: start with torchrun or a script"),
         ({"RANK": "3"}, "RANK='3' .* from 0 to 2"),
+        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two' .* from 1 to 3"),
+        ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE='' .* from 1 to 3"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' .* from 1 to 3"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE='8' .* from 1 to 3"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR='' .* address of rank 0's machine"),
         (
             {"MASTER_ADDR": "nowhere.invalid"},
@@ -55,6 +59,38 @@ def _port() -> int:
 def test_unusable_variables_of_a_launcher_are_refused(launched, variables, message) -> None:
     for name, value in variables.items():
         launched.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        start_world(ParallelConfig(), seed=0)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "8"}, "RANK='' of the launcher; expected a number from 0 to 7"),
+        ({"RANK": "3"}, "WORLD_SIZE='' of the launcher"),
+        (
+            {"LOCAL_WORLD_SIZE": "8"},
+            "WORLD_SIZE='' of the launcher.* unset WORLD_SIZE, RANK, LOCAL",
+        ),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS=8, but RANK and WORLD_SIZE are not"),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "3"}, "SLURM_PROCID=3, .* unset SLURM_PROCID for"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2, but"),
+        # a batch script; srun --ntasks=1 in a larger job; mpirun of one process
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}, None),
+    ],
+)
+def test_a_rank_without_its_number_is_refused(monkeypatch, variables, message) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if message is None:
+        assert start_world(ParallelConfig(), seed=0).world_size == 1
+        stop_world()
+        return
     with pytest.raises(UserError, match=message):
         start_world(ParallelConfig(), seed=0)
     assert not dist.is_initialized()

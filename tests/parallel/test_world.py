@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from stable_opd_mcore.config.schema import FaultConfig, ParallelConfig
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.parallel.world import _local_gpu, start_world, stop_world
 
 
@@ -67,6 +68,9 @@ def test_rank_uses_the_gpu_of_its_local_rank(
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     assert _local_gpu() == gpu
+    monkeypatch.setenv("LOCAL_RANK", "three")
+    with pytest.raises(UserError, match="LOCAL_RANK='three' of the launcher; expected a number"):
+        _local_gpu()
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 2, "pipeline": 2}, {"context": 2}])
