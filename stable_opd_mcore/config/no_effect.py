@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from stable_opd_mcore.config.data import DataConfig
 from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
@@ -36,6 +37,9 @@ def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
         "rollout.importance_correction: the ratio is 1 otherwise",
         config.train.minibatches > 1 or (rollout.max_staleness > 0 and not is_corrected),
     )
+    data = config.data
+    rows_of = [*data.sources, *filter(None, [data.eval])]
+    has_problems = any(each.columns.messages is None for each in rows_of)
     has_schedule = config.optimizer.schedule != "constant"
     for key, needs, is_met in (
         ("objective.jsd_beta", "objective.divergence=jsd", config.objective.divergence == "jsd"),
@@ -43,7 +47,12 @@ def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
         ("reference.path", "kl.beta > 0", config.largest_beta > 0),
         ("reference.update", "kl.beta > 0", config.largest_beta > 0),
         ("fp8.reference", "kl.beta > 0", config.largest_beta > 0),
-        ("normaliser", "several sources in data.train", len(config.data.sources) > 1),
+        ("normaliser", "several sources in data.train", len(data.sources) > 1),
+        (
+            "data.prompt_template",
+            "a source without columns.messages, or evaluation.benchmarks",
+            has_problems or bool(config.evaluation.benchmarks),
+        ),
         ("optimizer.min_lr", "optimizer.schedule=linear or cosine", has_schedule),
         ("reference.every", "reference.update=every", config.reference.update == "every"),
         ("reference.decay", "reference.update=ema", config.reference.update == "ema"),
@@ -57,7 +66,7 @@ def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
     if config.environment.function is None:
         needs = "it needs environment.function"
         reasons |= {f"environment.{key}": needs for key in EnvironmentConfig.model_fields}
-    defaults = Config.model_construct()
+    defaults = Config.model_construct(data=DataConfig.model_construct())
     for key, reason in sorted(reasons.items()):
         value = _value(config, key)
         if value != _value(defaults, key):

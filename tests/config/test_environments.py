@@ -118,6 +118,15 @@ def test_turns_grow_from_the_start_to_the_maximum():
     assert EnvironmentConfig(max_turns=7).turns_at(0) == 7
 
 
+def test_a_prompt_template_that_no_row_has_a_use_for_is_refused():
+    conversations = "data.train.path=a.jsonl data.train.columns.messages=m data.prompt_template=Q"
+    with pytest.raises(ConfigError, match="=Q would have no effect: it needs a source without col"):
+        refuse_without_effect(run_of(conversations), {})
+    for more in ("data.eval.path=b.jsonl", "evaluation.benchmarks=[amc]"):
+        refuse_without_effect(run_of(f"{conversations} {more}"), {})
+    refuse_without_effect(run_of("data.train.path=a.jsonl data.prompt_template=Q"), {})
+
+
 def test_settings_of_an_environment_without_one_are_refused():
     with pytest.raises(ConfigError, match="max_turns=3 would have no effect: it needs environment"):
         refuse_without_effect(run_of("environment.max_turns=3"), {})
