@@ -76,6 +76,25 @@ def parse_messages(
     return tuple(turns[: answers[0]]), tuple(turns[answers[0] :])
 
 
+def tool_names(value: object) -> tuple[str, ...]:
+    """The names of functions in OpenAI's form, [{"function": {"name": ...}}], or in its JSON text;
+    () for a value of another form.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return ()
+    if isinstance(value, list):
+        return tuple(name for each in cast("list[object]", value) for name in tool_names(each))
+    if not isinstance(value, Mapping):
+        return ()
+    tool = cast("Mapping[str, Any]", value)
+    function: Any = tool.get("function") or ("parameters" in tool and tool)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return (name,) if isinstance(name, str) else ()
+
+
 def _turn(
     message: object, place: str, text: Callable[[Mapping[str, Any], str], str], before: str | None
 ) -> Message:

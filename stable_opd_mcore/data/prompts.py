@@ -5,8 +5,10 @@ The order is a function of (seed, slot), so a checkpoint stores only the number 
 
 import json
 import logging
+import re
 from collections.abc import Callable, Sequence, Set
-from itertools import chain, groupby
+from dataclasses import replace
+from itertools import chain, groupby, takewhile
 from typing import Literal
 
 import numpy as np
@@ -110,8 +112,9 @@ class PromptSet:
                 "by_source": every row of a source must, unless its `columns.solution` is null.
 
         Raises:
-            DataError: a row that cannot be rendered, or whose golden solution is missing or a bare
-                answer; the text of a control token; rows that exceed the window.
+            DataError: a row that cannot be rendered, has tools that its prompt does not name, or
+                whose golden solution is missing or a bare answer; the text of a control token;
+                rows that exceed the window.
         """
         self.window, self._max_new_tokens = window, max_new_tokens
         self._template = config.prompt_template
@@ -125,6 +128,7 @@ class PromptSet:
         kept: list[int] = []
         for index, row in enumerate(rows):
             _refuse_control_tokens(row, tokenizer, golden)
+            _refuse_unnamed_tools(row, tokenizer, config, bridge)
             _refuse_empty(row, prompts[index])
             num_golden = sum(map(len, goldens[index]))
             of_teacher = len(own[index]) if own else 0
@@ -345,6 +349,25 @@ def _refuse_empty(row: Row, prompt: Sequence[int]) -> None:
         raise DataError(
             f"{row.row_id}: the chat template renders its prompt to no tokens; fix the template or "
             "drop the row"
+        )
+
+
+def _refuse_unnamed_tools(
+    row: Row, tokenizer: Tokenizer, config: DataConfig, bridge: Bridge
+) -> None:
+    """Refuse a row with tools that the start of its prompt does not name: the chat template is not
+    given them. An environment may replace the prompt.
+    """
+    if not row.tools or row.environment is not None:
+        return
+    first = tuple(takewhile(lambda turn: turn["role"] != "assistant", row.messages))
+    text = _prompt_text(replace(row, messages=first), tokenizer, config, bridge)
+    unnamed = [x for x in row.tools if not re.search(rf"(?<!\w){re.escape(x)}(?!\w)", text)]
+    if unnamed:
+        raise DataError(
+            f"{row.row_id}: its prompt does not name the tools {', '.join(unnamed)!s:.80} of its "
+            "column tools or functions, which the chat template is not given; write the tools into "
+            "the row's system message in the template's form, or remove or rename the column"
         )
 
 

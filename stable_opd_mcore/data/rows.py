@@ -24,5 +24,6 @@ class Row:
     # Columns by name, where something reads them: teacher.prompt, a user's reward or environment
     # (all of them)
     columns: Mapping[str, Any] | None = None
+    tools: tuple[str, ...] = ()  # names of the functions in columns `tools` and `functions`
     environment: str | None = None  # see Prompt
     max_new_tokens: int | None = None  # see Prompt

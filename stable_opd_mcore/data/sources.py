@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig, TrainSource
-from stable_opd_mcore.data.messages import parse_messages
+from stable_opd_mcore.data.messages import parse_messages, tool_names
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, SYNTHETIC, arithmetic_rows
 from stable_opd_mcore.errors import DataError
@@ -150,7 +150,13 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
     has_column = columns.solution is not None and not _is_absent(record, columns.solution)
     if solution is None and columns.solution is not None and has_column and not golden:
         solution = _text(record, columns.solution, place, "solution")
-    return Row(row_id, problem, answer, solution, messages=messages, golden_turns=golden)
+    tools = tool_names([record.get("tools"), record.get("functions")])
+    return Row(
+        *(row_id, problem, answer, solution),
+        messages=messages,
+        golden_turns=golden,
+        tools=tools,
+    )
 
 
 def _kept(record: Record, whole: bool, required: Collection[str], place: str) -> Record | None:

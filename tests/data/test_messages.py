@@ -3,6 +3,7 @@
 import json
 import re
 from copy import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -124,6 +125,38 @@ def test_golden_turns_answer_a_user_or_a_tool(tmp_path, messages, message):
         rows_of(tmp_path / "m.jsonl", messages, golden="all")
     with pytest.raises(ValidationError, match="golden=all without messages"):
         ColumnsConfig(golden="all")
+
+
+WEATHER = {"name": "get_weather", "parameters": {"type": "object"}}
+OPENAI_S = {"type": "function", "function": {"name": "get_weather"}}
+NAMED = {"role": "system", "content": 'Tools: [{"name": "get_weather"}]'}
+
+
+@pytest.mark.parametrize(
+    ("columns", "turns", "is_refused"),
+    [
+        ({"tools": [OPENAI_S]}, [ASK], True),
+        ({"tools": json.dumps([OPENAI_S])}, [ASK], True),
+        ({"functions": [WEATHER]}, [ASK], True),
+        ({"tools": [WEATHER]}, None, True),
+        ({"tools": [OPENAI_S]}, [ASK, {**CALL, "content": "get_weather"}, TOOL], True),
+        ({"tools": [OPENAI_S]}, [NAMED, ASK], False),
+        ({"tools": []}, [ASK], False),
+        ({"tools": ["saw"], "functions": "f(x) = 2"}, [ASK], False),
+        ({"tools": "[", "functions": [{"name": "f", "code": "..."}, None]}, None, False),
+    ],
+)
+def test_tools_that_the_prompt_does_not_name_are_refused(tmp_path, columns, turns, is_refused):
+    record = {"problem": "1+1?", "messages": turns, **columns}
+    (tmp_path / "m.jsonl").write_text(json.dumps(record))
+    names = ColumnsConfig(messages=turns and "messages", answer=None)
+    rows = load_rows(SourceConfig(path=str(tmp_path / "m.jsonl"), columns=names))
+    tokenizer, config = real_tokenizer(QWEN25), DataConfig(train=SourceConfig(path="x"))
+    if is_refused:
+        with pytest.raises(DataError, match=r"m\.jsonl:1: its prompt does not name .* get_weather"):
+            PromptSet(rows, tokenizer, config, window=300, max_new_tokens=9)
+        rows = [replace(rows[0], environment="of the run")]
+    assert len(PromptSet(rows, tokenizer, config, window=300, max_new_tokens=9)) == 1
 
 
 def golden_set(path, tokenizer, *turns, golden="required", golden_turns="last"):
