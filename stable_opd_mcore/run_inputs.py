@@ -292,12 +292,12 @@ def configured_architecture(model: ModelConfig) -> Architecture:
 
 
 def refuse_small_vocabulary(model: ModelConfig, architecture: Architecture, size: int) -> None:
-    """Raise a UserError where the embedding has fewer rows than the tokenizer's `size` tokens."""
+    """Raise a UserError where the embedding has no row for the tokenizer's largest id, size-1."""
     if architecture.vocab_size < size:
         raise UserError(
-            f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} is "
-            f"smaller than the tokenizer's {size} tokens: set tokenizer.path to the "
-            "model's own, or take another model"
+            f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} has "
+            f"no row for the tokenizer's largest id, {size - 1}: set tokenizer.path to the model's "
+            "own, or take another model"
         )
 
 

@@ -100,8 +100,8 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included. A model's embedding may have more rows."""
-        return len(self._backend)
+        """The largest id plus one. Ids may have gaps, and a model's embedding more rows."""
+        return max(self.names_by_id, default=-1) + 1
 
     @property
     def eos_token_id(self) -> int | None:
@@ -310,8 +310,8 @@ def resolve_stop_ids(
     outside = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
     if outside:
         raise DataError(
-            f"{tokenizer.path}: stop tokens {outside} are outside the vocabulary of "
-            f"{tokenizer.vocab_size}; correct stop_token_ids or the model's config.json"
+            f"{tokenizer.path}: stop tokens {outside} are outside the vocabulary, whose ids are "
+            f"below {tokenizer.vocab_size}; correct stop_token_ids or the model's config.json"
         )
     return ids
 

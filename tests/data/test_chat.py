@@ -46,7 +46,7 @@ def test_pieces_are_the_text_of_each_token(qwen, synthetic):
 def test_an_explicit_stop_token_ends_golden_responses():
     second = Tokenizer.load("synthetic", stop_token_ids=(21,))
     assert second.stop_token_ids == (21,) == tuple(second.encode("!"))
-    with pytest.raises(DataError, match=r"\[24\] are outside the vocabulary of 24"):
+    with pytest.raises(DataError, match=r"\[24\] are outside .* ids are below 24"):
         Tokenizer.load("synthetic", stop_token_ids=(24,))
 
 

@@ -80,6 +80,20 @@ def test_an_eos_token_that_the_vocabulary_lacks_is_no_stop_token(tmp_path, eos):
     assert Tokenizer.load(model).stop_token_ids == (258, 256, 261)
 
 
+@pytest.mark.parametrize("moved", [300, 5000])
+def test_ids_with_a_gap_reach_to_the_largest(tmp_path, moved):
+    model = write_model(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    saved = json.loads(file.read_text())
+    saved["model"]["vocab"]["A"] = moved
+    file.write_text(json.dumps(saved))
+    tokenizer = Tokenizer.load(model, (moved,))
+    assert tokenizer.encode("A") == [moved] == [*tokenizer.stop_token_ids]
+    assert tokenizer.vocab_size == moved + 1
+    with pytest.raises(DataError, match=rf"below {moved + 1}"):
+        Tokenizer.load(model, (moved + 1,))
+
+
 def test_named_templates_need_a_default(tmp_path):
     model = write_model(tmp_path)
     names = ("tool_use", "rag")
