@@ -1,5 +1,5 @@
-"""What a run reads again after its first start: data, weights of teacher and reference, own code,
-and the base model where an export copies tensors from it.
+"""What a run reads again after its first start: data, tokenizer, weights of teacher and reference,
+own code, and the base model where an export copies tensors from it.
 
 `train` stores sizes and hashes of these files in the run directory, and a copy of the user's own
 code; `train` and `check` compare them when the run is resumed. A file of up to 64 MiB is hashed
@@ -17,6 +17,7 @@ import xxhash
 from stable_opd_mcore.config.data import RewardConfig
 from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.data.tokenizer_backend import is_tokenizer_file
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.json_files import read_json_object
@@ -30,10 +31,16 @@ _PIECES, _PIECE_BYTES = 64, 64 * 2**10
 def inputs_of(config: Config) -> dict[str, dict[str, Any]]:
     """Setting -> its path, and size and hash of each file there. Hub ids are not in it."""
     found: dict[str, dict[str, Any]] = {}
-    for key, place in dict(_places(config)).items():
+    places = dict(_places(config))
+    tokenizer = config.tokenizer.path or config.student.path
+    if tokenizer is not None and tokenizer not in places.values():
+        places["tokenizer"] = tokenizer
+    for key, place in places.items():
         path = Path(place)
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
         files = [each for each in files if each.is_file() and not each.name.startswith(".")]
+        if key == "tokenizer":  # weights of this directory are read at the first start only
+            files = [each for each in files if is_tokenizer_file(each.relative_to(path))]
         if files:
             described = {str(each.relative_to(path)): _describe(each) for each in files}
             found[key] = {"path": place, "files": described}

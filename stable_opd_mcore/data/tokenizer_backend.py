@@ -32,7 +32,10 @@ _LARGEST_BYTES = {  # the largest published tokenizers have 35 MiB
     "special_tokens_map.json": 16 * MIB,
     "added_tokens.json": 16 * MIB,
     "chat_template.jinja": 1 * MIB,
+    "chat_template.json": 1 * MIB,
 }
+_MORE_TEMPLATES = "additional_chat_templates"
+_STOP_FILES = ("generation_config.json", "config.json")
 
 
 def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
@@ -85,6 +88,11 @@ def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
             "(for a teacher, teacher.stop_token_ids)"
         )
     return backend
+
+
+def is_tokenizer_file(file: Path) -> bool:
+    """Whether ids, chat template or stop ids are read from this file of a model directory."""
+    return str(file) in (*_LARGEST_BYTES, *_STOP_FILES) or file.parts[:1] == (_MORE_TEMPLATES,)
 
 
 def _knows_eos(backend: PreTrainedTokenizerFast, directory: Path) -> bool:

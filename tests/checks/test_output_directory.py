@@ -15,6 +15,7 @@ from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.errors import ConfigError, UserError
 from stable_opd_mcore.host.run_lock import LOCK_FILE, RunLock
+from tests.checks.directories import write_model
 from tests.models import tiny
 from tests.train.runs import tiny_config
 
@@ -81,6 +82,25 @@ def test_changed_files_of_data_teacher_and_reference_are_refused_unless_accepted
         list(output_directory.other_settings(inputs_of(tmp_path, **moved)))
     assert "data.train.path: " in str(caught.value)
     assert "contents of data.train" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["student", "tokenizer"])
+@pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
+def test_changed_files_of_the_tokenizer_are_refused(tmp_path, key, name):
+    path = write_model(tmp_path / "model")
+    sections = {"kl": {"beta": 0.0}, key: {"path": path}}
+    if key == "student":
+        sections |= {"tokenizer": {"path": None}, key: {"path": path, "architecture": None}}
+    trained(tmp_path, **sections)
+    inputs = inputs_of(tmp_path, **sections)
+    write_inputs(inputs.config)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")  # read at the start only
+    assert list(output_directory.other_settings(inputs)) == []
+    (tmp_path / "model" / name).write_text("{}")
+    with pytest.raises(ConfigError, match=rf"contents of tokenizer={path}/{name}: \d+ bytes"):
+        list(output_directory.other_settings(inputs))
+    inputs.config.run.files.inputs.write_text("{}")  # of a run before tokenizers were stored
+    assert list(output_directory.other_settings(inputs)) == []
 
 
 @pytest.mark.parametrize(("family", "is_refused"), [("qwen3_5", True), ("qwen3", False)])
