@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -45,8 +45,9 @@ def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
         needs_eos: whether its EOS says where responses stop.
 
     Raises:
-        DataError: no such directory, no tokenizer.json in it, files that cannot be loaded, named
-            chat templates without a default, or a needed EOS that the files lack.
+        DataError: no such directory, no tokenizer.json in it, files that cannot be loaded or
+            contradict each other in ids, a chat template that is no text, named ones without a
+            default, or a needed EOS that the files lack.
     """
     # Imported here because it takes seconds, and some commands load no tokenizer.
     from transformers import PreTrainedTokenizerFast
@@ -76,11 +77,8 @@ def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
         raise DataError(
             f"{path}: its tokenizer files cannot be loaded: {error}; download them again"
         ) from error
-    if isinstance(backend.chat_template, dict) and "default" not in backend.chat_template:
-        raise DataError(
-            f"{path}: its chat templates are named {', '.join(sorted(backend.chat_template))}; "
-            "expected one named default: save the one for prompts there as chat_template.jinja"
-        )
+    _refuse_moved_tokens(backend, directory)
+    _complete_template(backend, directory)
     if needs_eos and not _knows_eos(backend, directory):
         raise DataError(
             f"{path}: its eos_token {backend.eos_token!r} is not in tokenizer.json; expected "
@@ -90,9 +88,81 @@ def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
     return backend
 
 
+def stored_templates(directory: Path) -> dict[str, str]:
+    """File -> the chat template there; the first one is used.
+
+    Raises:
+        DataError: a file that cannot be read, or a chat template that is no text.
+    """
+    found: dict[str, str] = {}
+    if (directory / "chat_template.jinja").is_file():
+        found["chat_template.jinja"] = (directory / "chat_template.jinja").read_text("utf-8")
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        template = _json(directory / name).get("chat_template")
+        if isinstance(template, list):
+            template = {each["name"]: each["template"] for each in template}
+        if isinstance(template, dict):
+            template = template.get("default")
+        if not isinstance(template, str | None):
+            raise DataError(
+                f"{directory / name}: chat_template is {template!s:.60}; expected its text: "
+                "correct it, or remove it"
+            )
+        if template is not None:
+            found[name] = template
+    return found
+
+
+def special_token(directory: Path, key: str) -> dict[str, str]:
+    """File -> the token that it names as `key`, such as eos_token."""
+    found: dict[str, str] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _json(directory / name).get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return read_json_object(file, _LARGEST_BYTES[file.name]) if file.is_file() else {}
+
+
+def _refuse_moved_tokens(backend: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Raise a DataError for an added token that a file gives another id than it is loaded with."""
+    listed = _json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    tokens = _json(directory / "tokenizer.json").get("added_tokens") or ()
+    vocabulary = backend.get_vocab()
+    for name, ids in (
+        ("tokenizer.json", [(token["content"], token["id"]) for token in tokens]),
+        ("tokenizer_config.json", [(t["content"], int(number)) for number, t in listed.items()]),
+        ("added_tokens.json", _json(directory / "added_tokens.json").items()),
+    ):
+        for token, number in ids:
+            if vocabulary.get(token, number) != number:
+                raise DataError(
+                    f"{directory / name}: it gives {token!r} id {number}, but that token is loaded "
+                    f"with id {vocabulary[token]}; expected one id in all tokenizer files, and "
+                    "none left out before it: correct them, or download them again"
+                )
+
+
 def is_tokenizer_file(file: Path) -> bool:
     """Whether ids, chat template or stop ids are read from this file of a model directory."""
     return str(file) in (*_LARGEST_BYTES, *_STOP_FILES) or file.parts[:1] == (_MORE_TEMPLATES,)
+
+
+def _complete_template(backend: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Take the chat template from a processor's file, which transformers leaves unread, if there is
+    no other; a DataError if named ones lack a default."""
+    templates = stored_templates(directory)
+    if backend.chat_template is None:
+        backend.chat_template = templates.get("chat_template.json")
+    if isinstance(backend.chat_template, dict) and "default" not in backend.chat_template:
+        raise DataError(
+            f"{directory}: its chat templates are named {', '.join(sorted(backend.chat_template))};"
+            " expected one named default: save the one for prompts there as chat_template.jinja"
+        )
 
 
 def _knows_eos(backend: PreTrainedTokenizerFast, directory: Path) -> bool:

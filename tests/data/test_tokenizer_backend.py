@@ -109,3 +109,34 @@ def test_named_templates_need_a_default(tmp_path):
     (folder / "rag.jinja").write_text(TEMPLATE)
     with pytest.raises(DataError, match="are named rag; expected one named default"):
         Tokenizer.load(model)
+
+
+def test_a_template_that_only_a_processors_file_holds_is_read(tmp_path):
+    model = write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    assert not Tokenizer.load(model).has_template
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    assert Tokenizer.load(model).turn_end_id == 258
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json"])
+def test_a_chat_template_that_is_no_text_is_refused(tmp_path, name):
+    model = write_model(tmp_path)
+    file = tmp_path / name
+    settings = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(settings | {"chat_template": 5}))
+    with pytest.raises(DataError, match=rf"{name}: chat_template is 5; expected its text"):
+        Tokenizer.load(model)
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json", "tokenizer.json"])
+def test_an_added_token_with_two_ids_is_refused(tmp_path, name):
+    model = write_model(tmp_path, added=("<x>",) if name == "tokenizer.json" else ())
+    if name == "added_tokens.json":
+        (tmp_path / name).write_text('{"<x>": 400}')
+    elif name == "tokenizer.json":
+        (tmp_path / name).write_text((tmp_path / name).read_text().replace("261", "400"))
+    else:
+        _change_config(tmp_path, added_tokens_decoder={"400": {"content": "<x>"}})
+    with pytest.raises(DataError, match=rf"{name}: it gives '<x>' id 400, .* loaded with id 261"):
+        Tokenizer.load(model)
