@@ -7,6 +7,7 @@ data, in the same words. Not here: models, engines, the objective (train/setup.p
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from stable_opd_mcore.data.source_order import SourceOrder
 from stable_opd_mcore.data.sources import load_rows, source_name
 from stable_opd_mcore.data.synthetic import SYNTHETIC
 from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
-from stable_opd_mcore.data.vocabulary import same_vocabulary
-from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.data.vocabulary import read_vocabulary, same_vocabulary
+from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.models.config_fields import decoder_settings, read_fields
@@ -74,11 +75,24 @@ def _require_model_directory(key: str, path: Path) -> None:
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """The student's tokenizer, with the student's stop ids."""
-    path = config.tokenizer.path or config.student.path
-    assert path is not None, "the schema asks for one of the two"
+    """The student's tokenizer, with the student's stop ids.
+
+    Raises:
+        DataError: as `Tokenizer.load`.
+        UserError: tokenizer.path has other ids than the student's own tokenizer.json.
+    """
     student = config.student
-    return Tokenizer.load(path, student.stop_token_ids, student.chat_template_kwargs)
+    path = config.tokenizer.path or student.path
+    assert path is not None, "the schema asks for one of the two"
+    tokenizer = Tokenizer.load(path, student.stop_token_ids, student.chat_template_kwargs)
+    own = student.path
+    if own is not None and own != path and (Path(own) / "tokenizer.json").is_file():
+        with suppress(DataError):  # tokenizer.path is the remedy for one that cannot be loaded
+            vocabulary = read_vocabulary(own)
+            same_vocabulary(
+                tokenizer, vocabulary, "remove tokenizer.path, or set it to the student's tokenizer"
+            )
+    return tokenizer
 
 
 def load_teacher_tokenizer(config: Config) -> Tokenizer | None:

@@ -18,6 +18,7 @@ from stable_opd_mcore.run_inputs import (
     teacher_stop_ids,
     with_downloads,
 )
+from tests.checks.directories import write_model
 from tests.hub_server import COMMIT, hub_server, use_hub
 from tests.train.runs import tiny_architecture, tiny_config
 
@@ -95,6 +96,24 @@ def test_an_embedding_smaller_than_the_vocabulary_is_refused(tmp_path):
     refuse_small_vocabulary(config.student, architecture, 27)
     with pytest.raises(UserError, match=r"vocab_size=27 has no row for .* largest id, 27"):
         refuse_small_vocabulary(config.student, architecture, 28)
+
+
+def test_a_tokenizer_with_other_ids_than_the_students_own_is_refused(tmp_path):
+    student, same, other = (
+        write_model(tmp_path / name, **mutation)
+        for name, mutation in (
+            ("student", {}),
+            ("same", {"rename": {"<|im_start|>": "<user>"}}),
+            ("other", {"swap": ("3", "4")}),
+        )
+    )
+    settings = {"student": {"path": student, "architecture": None}}
+    assert load_tokenizer(tiny_config(tmp_path, "run", **settings, tokenizer={"path": same}))
+    swapped = tiny_config(tmp_path, "run", **settings, tokenizer={"path": other})
+    with pytest.raises(UserError, match=rf"{other} and {student} .* id 18 is '4' .* tokenizer.pa"):
+        load_tokenizer(swapped)
+    (tmp_path / "student" / "tokenizer.json").write_text("{}")  # tokenizer.path replaces it
+    assert load_tokenizer(swapped)
 
 
 def test_expert_ranks_without_experts_are_refused(tmp_path):

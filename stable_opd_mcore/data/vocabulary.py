@@ -1,9 +1,20 @@
 """Which ids two tokenizers share, and which ids have different names in them."""
 
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.tokenizer_backend import load_backend
 from stable_opd_mcore.errors import UserError
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids of a tokenizer that encodes no text here."""
+
+    path: str
+    names_by_id: Mapping[int, str]
+    added_ids: Set[int]  # ids of the tokens outside the base vocabulary
 
 
 @dataclass(frozen=True)
@@ -15,7 +26,18 @@ class RenamedToken:
     second: str | None
 
 
-def same_vocabulary(first: Tokenizer, second: Tokenizer) -> list[RenamedToken]:
+def read_vocabulary(path: str) -> Vocabulary:
+    """The ids in a directory with tokenizer.json; a DataError as `load_backend`."""
+    backend = load_backend(path, needs_eos=False)
+    names = {token_id: name for name, token_id in backend.get_vocab().items()}
+    return Vocabulary(path, names, frozenset(backend.get_added_vocab().values()))
+
+
+def same_vocabulary(
+    first: Tokenizer,
+    second: Tokenizer | Vocabulary,
+    remedy: str = "choose a teacher with the student's",
+) -> list[RenamedToken]:
     """Check that two tokenizers share their base vocabulary; return the added tokens that differ.
 
     Added tokens may have different names under one id (R1-Distill's User mark is Qwen's
@@ -38,7 +60,7 @@ def same_vocabulary(first: Tokenizer, second: Tokenizer) -> list[RenamedToken]:
             raise UserError(
                 f"{first.path} and {second.path} have different tokenizers: id {token_id} is "
                 f"{a!r} in the first and {b!r} in the second; on-policy distillation needs "
-                "one vocabulary: choose a teacher with the student's"
+                f"one vocabulary: {remedy}"
             )
         renamed.append(RenamedToken(token_id, a, b))
     return renamed
