@@ -52,6 +52,7 @@ class Tokenizer:
         backend.backend_tokenizer.no_truncation()
         backend.backend_tokenizer.no_padding()
         self._template_kwargs = dict(template_kwargs or {})
+        self._whole_turns: set[tuple[str, ...]] = set()  # roles of conversations that are kept
         refuse_unread(self._template_kwargs, self._template, path)
         warn_of_clock(self._template, path)
         self._is_synthetic = backend.get_vocab().keys() == set(VOCABULARY)
@@ -85,7 +86,7 @@ class Tokenizer:
         if template_kwargs is None:
             return self
         other = copy.copy(self)
-        other._template_kwargs = dict(template_kwargs)
+        other._template_kwargs, other._whole_turns = dict(template_kwargs), set()
         refuse_unread(other._template_kwargs, self._template, self.path)
         return other
 
@@ -150,6 +151,27 @@ class Tokenizer:
         # Where turns have no end, the next one begins; EOS may separate them.
         opens_turn = {*opening[-1:], *middle[-1:]} - {self.eos_token_id}
         return closing[0] if closing and closing[0] not in opens_turn else None
+
+    @cached_property
+    def lost_header(self) -> tuple[str, str] | None:
+        """The text that opens an assistant turn, and another one that ends a prompt instead; None
+        if they agree.
+
+        A prompt may go on with a thought. Its text may also be shorter where the template reads
+        add_generation_prompt (gpt-oss leaves the channel to the response).
+        """
+        turns = self.render(_TURNS) if self.has_template else ""
+        opened, has_response, _ = turns.partition(_MARK)
+        if not has_response:
+            return None
+        closed = self.render(_TURNS[:1])
+        prompt = self.render(_TURNS[:1], generation_prompt=True)
+        header, ending = (
+            text.rpartition(_PROMPT_MARK)[2].partition(_THINK)[0].strip()
+            for text in (opened, prompt)
+        )
+        is_shorter = header.startswith(ending) and prompt != closed
+        return None if is_shorter or ending.startswith(header) else (header, ending)
 
     @property
     def json_text(self) -> str:
@@ -241,17 +263,43 @@ class Tokenizer:
         their texts with blank lines between. `system`: the system message where they have none.
 
         Raises:
-            DataError: a chat template that fails, or an assistant's turn without one.
+            DataError: a chat template that fails or drops a text, or an assistant's turn without
+                one.
         """
         messages = with_system(messages, system)
         if self._template is not None:
-            return self.render(messages, generation_prompt=True)
+            text = self.render(messages, generation_prompt=True)
+            self._refuse_dropped_texts(messages)
+            return text
         if any(message["role"] == "assistant" for message in messages):
             raise DataError(
                 f"{self.path}: it has no chat template, which a conversation of several turns "
                 "needs; save one there as chat_template.jinja"
             )
         return "\n\n".join(message["content"] for message in messages)
+
+    def _refuse_dropped_texts(self, messages: Sequence[Message]) -> None:
+        """Raise a DataError if the chat template drops or changes texts of such a conversation.
+
+        Marks stand for the texts, which a template may strip. Not here: tool calls and replies.
+        """
+        roles = tuple(message["role"] for message in messages)
+        if roles in self._whole_turns:
+            return
+        marks = {n: f"{role}-mark-{n}" for n, role in enumerate(roles) if role != "tool"}
+        marks = {n: mark for n, mark in marks.items() if not messages[n].get("tool_calls")}
+        turns = [{**t, "content": marks[n]} if n in marks else t for n, t in enumerate(messages)]
+        text = self.render(turns, generation_prompt=True)
+        for number, mark in marks.items():
+            if mark not in text:
+                role = roles[number]
+                remedy = ", or give no system message (data.system_prompt)"
+                raise DataError(
+                    f"{self.path}: its chat template drops or changes the text of the {role} "
+                    "message; expected it in the prompt as it is, given as a string and not as a "
+                    f"list of parts: correct the template{remedy if role == 'system' else ''}"
+                )
+        self._whole_turns.add(roles)
 
     def response_text(self, solution: str, prompt_text: str) -> str:
         """A golden solution as the response to a prompt, which may have opened <think> already.
@@ -265,12 +313,19 @@ class Tokenizer:
         opening = solution.lstrip()
         return opening.removeprefix(_THINK).lstrip("\n") if opening.startswith(_THINK) else solution
 
-    def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """The text that the chat template makes of these messages; a DataError if it fails."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        generation_prompt: bool = False,
+        template: str | None = None,
+    ) -> str:
+        """The text that the chat template (None: its own) makes of these messages; a DataError if
+        it fails."""
         try:
             return str(
                 self._backend.apply_chat_template(
                     [dict(message) for message in messages],
+                    chat_template=template,
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
                     **self._template_kwargs,

@@ -62,6 +62,33 @@ def test_prompt_template_keeps_latex_braces(synthetic, qwen):
         synthetic.render_prompt("1+1", template="{question}")
 
 
+DROPPED = {
+    "parts": "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
+    "typed parts": "{{ (messages[0].content | selectattr('type', 'equalto', 'text')) | list }}",
+    "cut": "{% for m in messages %}{{ m.content[:5] }}{% endfor %}",
+    "changed": "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+    "another text": "<|im_start|>user\nHello<|im_end|>\n",
+}
+
+
+@pytest.mark.parametrize("case", DROPPED)
+def test_a_template_that_drops_the_problem_is_refused(case, tmp_path):
+    tokenizer = Tokenizer.load(write_model(tmp_path, template=DROPPED[case]))
+    with pytest.raises(DataError, match="drops or changes the text of the user message"):
+        tokenizer.render_prompt("1+1")
+
+
+def test_a_template_that_skips_a_role_is_refused_for_conversations_with_it(tmp_path):
+    skips = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    tokenizer = Tokenizer.load(write_model(tmp_path, template=skips))
+    assert tokenizer.render_prompt(" 1+1") == " 1+1"
+    with pytest.raises(DataError, match=r"of the system message.*data\.system_prompt"):
+        tokenizer.render_prompt("1+1", system="Think hard.")
+    turns = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
+    with pytest.raises(DataError, match="of the assistant message"):
+        tokenizer.render_turns(turns)
+
+
 def test_a_tokenizer_without_template_encodes_plainly(synthetic, tmp_path):
     synthetic.save(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
