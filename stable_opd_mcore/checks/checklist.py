@@ -51,9 +51,13 @@ OF_A_PAIR: Checks = {
     "stop tokens": (
         stops.different_stops,
         stops.end_of_turn_is_not_eos,
+        stops.two_special_tokens,
+        stops.ignored_generation_settings,
     ),
     "chat template": (
         templates.absent_template,
+        templates.absent_header,
+        templates.two_templates,
         templates.different_prompts,
         templates.thought_tokens,
         templates.opened_thoughts,

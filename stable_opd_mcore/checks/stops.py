@@ -4,11 +4,19 @@
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.pair import ModelFiles, Pair
+from stable_opd_mcore.data.tokenizer_backend import special_token
+from stable_opd_mcore.host.json_files import read_json_object
 
 _TEMPLATE = "chat template"  # its name among ModelFiles.stop_sources
+# What changes which tokens can be sampled; the config has its own temperature and penalties.
+_GENERATION_SETTINGS = (
+    "stop_strings", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
+    "forced_bos_token_id", "forced_eos_token_id", "no_repeat_ngram_size", "min_new_tokens",
+)  # fmt: skip
 
 
 def stop_class(pair: Pair) -> list[str]:
@@ -65,3 +73,37 @@ def _ends(model: ModelFiles) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The token that ends a turn of the template, and those that the files name as EOS."""
     eos = [token for name, ids in model.stop_sources.items() if name != _TEMPLATE for token in ids]
     return model.stop_sources.get(_TEMPLATE, ()), tuple(dict.fromkeys(eos))
+
+
+def two_special_tokens(pair: Pair) -> Iterator[Finding]:
+    """An EOS or BOS for which two files of a tokenizer name different tokens.
+
+    Two EOS tokens that both end responses are harmless.
+    """
+    for model in pair.models_with_own_tokenizer:
+        directory = Path(model.tokenizer.path)
+        for key, used_id in (
+            ("eos_token", model.tokenizer.eos_token_id),
+            ("bos_token", model.tokenizer.bos_token_id),
+        ):
+            named = special_token(directory, key)
+            if len(set(named.values())) < 2:
+                continue
+            stops = {model.tokenizer.names_by_id.get(token) for token in model.stop_ids}
+            if key == "eos_token" and (
+                used_id not in model.stop_ids or set(named.values()) <= stops
+            ):
+                continue
+            config, other = named.values()
+            fields = {"config": config, "other": other, "used": model.named(used_id)}
+            yield finding("two-special-tokens", place=directory, key=key, **fields)
+
+
+def ignored_generation_settings(pair: Pair) -> Iterator[Finding]:
+    """Settings of the student's generation_config.json that sampling does not follow."""
+    file = Path(pair.student.place) / "generation_config.json"
+    settings = read_json_object(file) if file.is_file() else {}
+    given = {key: settings[key] for key in _GENERATION_SETTINGS if settings.get(key)}
+    if given:
+        values = ", ".join(f"{key}={value!s:.60}" for key, value in given.items())
+        yield finding("ignored-generation-settings", role=pair.student.role, values=values)

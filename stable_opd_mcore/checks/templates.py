@@ -1,14 +1,18 @@
-"""Chat templates: an absent one, prompts that differ, thoughts that a template opens.
+"""Chat templates: an absent one, two in one directory, prompts that differ or end without a header,
+thoughts that a template opens.
 
 Templates are rendered, not read: what counts is the text that one makes.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.pair import EXAMPLE, ModelFiles, Pair
 from stable_opd_mcore.checks.tokens import THOUGHT_MARKS
 from stable_opd_mcore.data.chat import opens_thinking
+from stable_opd_mcore.data.tokenizer_backend import stored_templates
+from stable_opd_mcore.errors import DataError
 
 _SHOWN_CHARACTERS = 160
 
@@ -24,6 +28,43 @@ def absent_template(pair: Pair) -> Iterator[Finding]:
     """A student without a chat template."""
     if not pair.student.tokenizer.has_template:
         yield finding("without-template", prompt=_shown(pair.student.prompt_text))
+
+
+def absent_header(pair: Pair) -> Iterator[Finding]:
+    """Prompts that do not end with the text that opens an assistant's turn."""
+    for model in pair.models if pair.has_own_prompt else (pair.student,):
+        if model.tokenizer.lost_header is not None:
+            header, ending = map(_shown, model.tokenizer.lost_header)
+            yield finding("absent-header", role=model.role, header=header, ending=ending)
+
+
+def two_templates(pair: Pair) -> Iterator[Finding]:
+    """Files of one directory whose chat templates render the same messages differently."""
+    for model in pair.models_with_own_tokenizer:
+        templates = stored_templates(Path(model.tokenizer.path))
+        rendered = {name: _rendered(model, text) for name, text in templates.items()}
+        used = next(iter(rendered), None)  # the first is the one that is used
+        for name in rendered:
+            both = zip(rendered[name], rendered[used or name], strict=True)
+            different = next(((a, b) for a, b in both if a != b), None)
+            if different is not None:
+                other, own = map(_shown, different)
+                fields = {"used": used, "own": own, "name": name, "other": other}
+                yield finding("two-templates", place=model.tokenizer.path, **fields)
+
+
+def _rendered(model: ModelFiles, template: str) -> tuple[str, ...]:
+    """An example after this template: as a prompt, with a system message, with a response."""
+    system, user, assistant = (
+        {"role": role, "content": f"text of {role}"} for role in ("system", "user", "assistant")
+    )
+    texts: list[str] = []
+    for turns in ([user], [system, user], [user, assistant]):
+        try:
+            texts.append(model.tokenizer.render(turns, turns[-1] is user, template))
+        except DataError:  # most often it has no system message
+            texts.append("the template fails")
+    return tuple(texts)
 
 
 def different_prompts(pair: Pair) -> Iterator[Finding]:

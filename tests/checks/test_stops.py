@@ -1,9 +1,17 @@
 """The stop class is the loss's; stop tokens that differ or contradict each other are found."""
 
+import json
 from dataclasses import replace
 
+import pytest
+
 from stable_opd_mcore.checks.pair import Pair, read_model
-from stable_opd_mcore.checks.stops import different_stops, stop_class
+from stable_opd_mcore.checks.stops import (
+    different_stops,
+    ignored_generation_settings,
+    stop_class,
+    two_special_tokens,
+)
 from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from tests.checks.directories import TEMPLATE, findings, the, write_model
 
@@ -47,3 +55,39 @@ def test_a_template_that_contradicts_the_eos_of_one_model_is_found(tmp_path):
 
 def test_a_contradiction_that_both_models_share_is_none(tmp_path):
     assert findings(tmp_path, {}, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "eos_id", "number"),
+    [
+        ("eos_token", "<|endoftext|>", None, 0),  # the same one
+        (
+            "eos_token",
+            "<|box_start|>",
+            256,
+            0,
+        ),  # config.json names the first, so both end responses
+        ("eos_token", "<|box_start|>", None, 1),
+        ("bos_token", "<|box_start|>", 256, 1),
+    ],
+)
+def test_a_special_token_that_two_files_name_differently_is_found(
+    key, other, eos_id, number, tmp_path
+):
+    path = write_model(tmp_path, bos="<s>", eos_token_id=eos_id)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({key: {"content": other}}))
+    found = list(two_special_tokens(Pair(read_model("student", path), None, ())))
+    assert len(found) == number
+    assert all(finding.values[1][1] == repr(other) for finding in found)
+
+
+def test_generation_settings_that_sampling_does_not_follow_are_noted(tmp_path):
+    path = write_model(tmp_path)
+    usual = {"eos_token_id": 256, "temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.05}
+    for settings, number in ((usual, 0), (usual | {"suppress_tokens": [7]}, 1)):
+        (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+        read = Pair(read_model("student", path), None, ())
+        found = list(ignored_generation_settings(read))
+        assert [(f.severity, f.values[0][1]) for f in found] == [
+            ("note", "suppress_tokens=[7]")
+        ] * number
