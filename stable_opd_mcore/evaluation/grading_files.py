@@ -177,6 +177,8 @@ def _measured_rows(
             except RowError as error:
                 yield record | {"refused": str(error)}, None
                 continue
+            except DataError as error:
+                raise DataError(f"{name}:{number}: {error}") from None
             record |= _measured(row, settings.max_length, limits, encode)
             if several and settings.columns.group is None:
                 record["group"] = name

@@ -1,11 +1,13 @@
 """Rows of a file of generations: which column holds what, and rows that cannot be used.
 
 A file may come from anywhere. A row that is not a JSON object, lacks its response, or is too long
-is refused with a reason.
+is refused with a reason. A row whose columns hold different gold answers ends the reading: one of
+them may be the model's own answer.
 """
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, BinaryIO, cast
@@ -13,6 +15,7 @@ from typing import Annotated, Any, BinaryIO, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.evaluation.answers import same_letters
 from stable_opd_mcore.evaluation.grading import GradingItem
 from stable_opd_mcore.host.printable_text import printable_line
 from stable_opd_mcore.records import AnswerFormat, FinishReason
@@ -50,6 +53,7 @@ class Columns:
     finish: str | None = None
     tokens: str | None = None
     group: str | None = None
+    other_golds: tuple[str, ...] = ()  # more columns that may hold the gold answer
 
 
 class RowError(Exception):
@@ -125,7 +129,7 @@ def find_columns(lines: Iterable[bytes | None], name: str, given: Columns) -> Co
         DataError: no row is a JSON object, none has a response under the given or a usual name, or
             a given column is not in the first that has one; the message begins with `name`.
     """
-    asked = {role: column for role, column in asdict(given).items() if column is not None}
+    asked = {role: column for role, column in asdict(given).items() if isinstance(column, str)}
     candidates = {role: names.split() for role, names in _USUAL_NAMES.items()}
     candidates |= {role: [each] if each != NO_COLUMN else [] for role, each in asked.items()}
     first: dict[str, Any] | None = None
@@ -146,7 +150,13 @@ def find_columns(lines: Iterable[bytes | None], name: str, given: Columns) -> Co
                 raise DataError(
                     f"{name}: no column {asked[role]}; give --{role} one of {_names(record)}"
                 )
-        return Columns(**found)
+        others = [
+            each
+            for each in candidates["gold"]
+            if each != found["gold"] and _look_up(record, each) is not _MISSING
+        ]
+        is_certain = found["gold"] == "gold"
+        return Columns(**found, other_golds=() if is_certain else tuple(others))
     if first is None:
         raise DataError(f"{name}: no row is a JSON object; give a file of JSON Lines")
     raise DataError(
@@ -167,9 +177,15 @@ def read_lines(file: BinaryIO) -> Iterator[bytes | None]:
 
 
 def parse_row(line: bytes | None, columns: Columns) -> ResponseRow:
-    """The row of a line; a RowError with a printable message says why it is refused."""
+    """The row of a line; a RowError with a printable message says why it is refused.
+
+    Raises:
+        DataError: columns hold different gold answers; the message does not name the row.
+    """
     record = _parse(line)
-    names: dict[str, str] = {role: name for role, name in asdict(columns).items() if name}
+    names = {role: name for role, name in asdict(columns).items() if isinstance(name, str)}
+    for other in columns.other_golds:
+        _require_same_gold(record, names["gold"], other)
     values = {role: _look_up(record, name) for role, name in names.items()}
     for role, value in values.items():
         if value is _MISSING:
@@ -184,6 +200,28 @@ def parse_row(line: bytes | None, columns: Columns) -> ResponseRow:
     role, reason = str(fault["loc"][0]), fault["msg"].removeprefix("Value error, ")
     value = printable_line(repr(values[role]), 60)
     raise RowError(f"column {names.get(role, role)} is {value}: {reason}")
+
+
+def _require_same_gold(record: dict[str, Any], chosen: str, other: str) -> None:
+    values = {name: _look_up(record, name) for name in (chosen, other)}
+    first, second = (_final_answer(value) for value in values.values())
+    if second and first != second and not same_letters(first, second):
+        shown = " and ".join(
+            f"{name} is {printable_line(repr(value), 60)}" for name, value in values.items()
+        )
+        raise DataError(
+            f"column {shown}: expected one gold answer; name its column with --gold {chosen} or "
+            f"--gold {other}"
+        )
+
+
+def _final_answer(value: Any) -> str:
+    """A gold answer without GSM8K's solution, 2 for 2.0; "" where the value is none."""
+    try:
+        answer = (_gold(None if value is _MISSING else value) or "").rpartition("####")[2].strip()
+    except ValueError:
+        return ""
+    return re.sub(r"\A(-?\d+)\.0+\Z", r"\1", answer.replace(",", ""))
 
 
 def _of_last_turn(values: dict[str, Any], turns: Any) -> dict[str, Any]:

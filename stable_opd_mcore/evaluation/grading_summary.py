@@ -97,6 +97,14 @@ def table(summary: dict[str, Any]) -> str:
         cells = (_cell(numbers["numbers"].get(key), digits) for key, digits in _TABLE.values())
         lines.append(f"{name:{width}}  {numbers['num_responses']:9}  " + "  ".join(cells))
     lines.append(f"lengths in {summary['unit']}")
+    columns = {
+        name.removeprefix("column_"): column
+        for name, column in summary.get("settings", {}).items()
+        if name.startswith("column_") and isinstance(column, str)
+    }
+    if columns:
+        shown = ", ".join(f"{role} from {column}" for role, column in columns.items())
+        lines.append(printable_line(f"columns: {shown}", 300))
     for kind, heading in _LISTED.items():
         count, rows = summary[f"num_{kind}"], summary[kind]
         if count:

@@ -18,7 +18,7 @@ from stable_opd_mcore.evaluation.grading_files import (
     default_output,
     grade_files,
 )
-from stable_opd_mcore.evaluation.grading_rows import Columns, parse_row
+from stable_opd_mcore.evaluation.grading_rows import Columns, find_columns, parse_row
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.checks.directories import write_model
 from tests.command import exit_code
@@ -169,6 +169,31 @@ def test_what_cannot_be_scored_is_refused(tmp_path):
         grade_file(own, tmp_path, FileGradingSettings())
 
 
+@pytest.mark.parametrize(
+    ("golds", "differ"),
+    [
+        ({"answer": "0", "ground_truth": "1"}, True),
+        ({"answer": None, "ground_truth": "1"}, True),
+        ({"answer": "so 2/2\n#### 1,000", "ground_truth": 1000.0}, False),
+        ({"answer": "$1$", "reward_model": {"ground_truth": "1"}, "target": None}, False),
+        ({"answer": "0", "gold": "1"}, False),  # a column gold is certain
+    ],
+)
+def test_two_columns_with_different_golds_are_refused_in_any_row(tmp_path, golds, differ):
+    first = dict.fromkeys(golds) | {"response": "x", "answer": ""}
+    path = write(tmp_path / "rows.jsonl", [first, {"response": "x"} | golds])
+    columns = find_columns(path.read_bytes().splitlines(), "rows", Columns())
+    rows = [(str(path), iter(path.read_bytes().splitlines()))]
+    settings = FileGradingSettings(columns)
+    if differ:
+        with pytest.raises(DataError, match=r"rows.jsonl:2: column answer is .* --gold answer or"):
+            list(grading_files._measured_rows(rows, settings))
+    else:
+        assert len(list(grading_files._measured_rows(rows, settings))) == 2
+    named = find_columns(path.read_bytes().splitlines(), "rows", Columns(gold="answer"))
+    assert (named.gold, named.other_golds) == ("answer", ())
+
+
 def test_memory_does_not_grow_with_the_file(tmp_path):
     peaks = []
     for count in (200, 2000):
@@ -187,6 +212,7 @@ def test_the_command_prints_a_table_and_says_where_the_verdicts_are(tmp_path, mo
     assert exit_code(monkeypatch, "score", path, "--gold", "answer") == 0
     out = capsys.readouterr().out.splitlines()
     assert out[1].split()[:7] == ["all", "4", "0.250", DASH, "0.000", "0.000", DASH]
+    assert "columns: response from output, gold from answer" in out
     assert out[-3:] == [
         "1 of 5 rows refused",
         "  row 5: column output is None: Input should be a valid string",
