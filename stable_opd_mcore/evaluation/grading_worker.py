@@ -96,25 +96,35 @@ def _only_rounded_alike(given: Any, gold: Any) -> bool:
     It compares six decimals, in which 2e-9 is 4e-9, and takes what is below 1e-15 for zero. Numbers
     below 0.001 must have six digits in common.
     """
-    from sympy import FiniteSet, Interval, Tuple, UnevaluatedExpr
+    from sympy import FiniteSet, Interval, Set, Tuple, UnevaluatedExpr
     from sympy.core.relational import Relational
 
     if isinstance(given, Relational) and isinstance(gold, Relational) and given.lhs != gold.lhs:
         return False
     given, gold = (each.rhs if isinstance(each, Relational) else each for each in (given, gold))
-    if given == gold or isinstance(given, str) or given.has(UnevaluatedExpr):  # a per cent
+    if given == gold or isinstance(given, str):
+        return False
+    if given.has(UnevaluatedExpr) or gold.has(UnevaluatedExpr):  # a per cent
         return False
     if getattr(given, "is_number", False) and getattr(gold, "is_number", False):
-        if not gold.evalf():
-            given, gold = gold, given
-        error = abs((given / gold - 1).evalf())
-        tolerance = _DIGITS if abs(gold.evalf()) < _SMALL else _SMALL
-        return bool(error.is_comparable and error > tolerance)
+        return _numbers_differ(given, gold)
     if isinstance(gold, FiniteSet):
-        return any(all(_only_rounded_alike(v, g) for v in given.args) for g in gold.args)
+        values = given.args if isinstance(given, Set | Tuple) else (given,)
+        return any(all(_only_rounded_alike(v, g) for v in values) for g in gold.args)
     if type(given) is type(gold) and isinstance(gold, Tuple | Interval):
         return any(map(_only_rounded_alike, given.args, gold.args))
     return False
+
+
+def _numbers_differ(given: Any, gold: Any) -> bool:
+    if not gold.evalf():
+        given, gold = gold, given
+    error = abs((given / gold - 1).evalf())
+    try:
+        tolerance = _DIGITS if abs(gold.evalf()) < _SMALL else _SMALL
+        return bool(error.is_comparable and error > tolerance)
+    except TypeError:  # a number that sympy cannot evaluate; math-verify's verdict counts
+        return False
 
 
 _users: dict[str, Callable[..., Any]] = {}  # the user's functions, in a process that has some
