@@ -7,6 +7,8 @@ processes.
 import re
 from collections.abc import Iterator
 
+from stable_opd_mcore.evaluation.notation import in_latex
+
 _SPACE = r"(?:\s|~|\\[ ,;:!])"
 _THOUSANDS_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")  # 10\,000
 # At most three digits of exponent, like a double: 10^999999999 would fill the memory.
@@ -16,6 +18,19 @@ _MIXED_NUMBER = re.compile(
     rf"(?<![\w.,^/])(\d{{1,9}}){_SPACE}*"
     r"(?:(?<=\W)([1-9]\d?) ?/ ?([1-9]\d?)(?![\d/])"
     r"|\\[dtc]?frac\s*(?:\{(\d{1,9})\}|(\d))\s*(?:\{(\d{1,9})\}|(\d)))"
+)
+_REPEATING = re.compile(
+    r"(?<![\d.])(\d{1,9})\.(\d{0,9})\\(?:overline|bar|dot) ?(?:\{(\d{1,9})\}|(\d))"
+)
+_FRACTION_PERCENT = re.compile(r"\\frac\{(\d{1,9})\}\{([1-9]\d{0,8})\}\s*\\?%")
+_TERM = (
+    r"(?:(?:\d{1,9}(?:\.\d{1,9})?)?\\sqrt ?(?:\{\d{1,9}\}|\d)|\d{1,9}(?:\.\d{1,9})?"
+    r"|\\[dt]?frac ?\{\d{1,9}\}\{\d{1,9}\})"
+)
+_SIDE = r"(?:\\[a-z]{1,9}|[A-Za-z]{1,3})(?: [A-Za-z]{1,3})?"
+_RATIO = re.compile(
+    rf"(?:(?<![\w\\]){_SIDE}(?: ?: ?{_SIDE}){{2,9}} ?= ?)?"
+    rf"(?P<open>\()?(?<![\w.:])({_TERM}(?: ?: ?{_TERM}){{2,9}})(?! ?:|\.?\d)(?(open)\))"
 )
 _BOX_OR_BRACE = re.compile(r"(?P<box>\\+(?:boxed|fbox)\s*(?:\{|\Z))|\\.|[{}]", re.DOTALL)
 _END_OF_BOX = re.compile(rf"(?:{_SPACE}|\\q?quad\b|(?<!\\right)\\?[.,;])+\Z")
@@ -37,23 +52,58 @@ _TEXT = re.compile(r"\\(?:text\w*|mbox|math(?:rm|bf|it)|operatorname)\s*\{([^{}]
 _FORMATTING = re.compile(r"\\(?:left|right)\b|\\[()\[\]]|\\?\$|\*\*")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")
 _CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?=\s|\Z)|\Z))\s*(.*)", re.DOTALL)
+_NEXT_CHOICE = re.compile(
+    r"(?:\A|\b(?:or|and)\b|[,;/&])\W*\(([A-J])\)|\A(?:(?:or|and)\b|[,;/&])\W*([A-J])\b"
+)
+_SHORT = 200  # longest answer with other readings, whose patterns are slow on a loop
+_PERCENT = re.compile(r"\s*\\?%[\s$]*\Z")
+_WORDS_BEFORE = re.compile(
+    r"\\text ?\{(?![^{}]*(?:\bnot|n't|\bthan)\b)[^{}]*(?::|\b(?:is|are|answer|equals|about|around"
+    r"|approximately|exactly|nearly|roughly))\s*\}\s*:?(.+)",
+    re.DOTALL,
+)
+_ROUNDED = re.compile(r".+\\approx(?![a-z])(.+)", re.DOTALL)
+_LESS = r"\s*(<|\\leq?(?:slant)?(?![a-z]))\s*"
+_BETWEEN = re.compile(rf"([^<>=]+?){_LESS}[A-Za-z]{_LESS}([^<>=]+)")
+_DIGIT_GROUPS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_UNIT_NAME = (
+    r"(?:[kcmdn]?m|[km]?g|m?s|mi|ft|in|yd|lb|oz|min|hr?|yr|m?[lL]|gal|N|[kM]?J|[kM]?W|kWh|[kM]?Pa"
+    r"|[kMG]?Hz|V|K|mol|[kMG]?eV|k?cal|mph|rad)(?:\^(?:-?\d|\{-?\d\}))?"
+)
+_UNITS = re.compile(
+    rf"(.*[\d}}])(?: {_UNIT_NAME}(?: ?(?:/|\\cdot) ?{_UNIT_NAME}| {_UNIT_NAME}){{0,3}}"
+    r"| ?\^\{?\\circ\}? ?[CF])"
+)
 
 
 def readable(text: str) -> str:
     """The text with numbers that math-verify would misread written in another form.
 
-    It reads 4.5e33 as 4.5·e·33, with Euler's e, 10\\,000 as 10·0, 2 1/2 as 2·1/2, and 1./3 and
-    1+1/\\mathrm{e} as 1.
+    It reads 4.5e33 as 4.5·e·33, with Euler's e, 10\\,000 as 10·0, 2 1/2 as 2·1/2, 1./3 and
+    1+1/\\mathrm{e} as 1, 0.\\overline{3} as 0, and 1:2:3 as 1/6, so a ratio becomes a tuple.
     """
     text = _POINT_OR_E.sub(lambda found: "" if found[0] == "." else "e", text)
     text = _THOUSANDS_SPACE.sub("", text)
     text = _SCIENTIFIC.sub(lambda found: f"{found[1]}*10^({int(found[2])})", text)
-    return _MIXED_NUMBER.sub(_improper_fraction, text)
+    text = _MIXED_NUMBER.sub(_improper_fraction, text)
+    text = _FRACTION_PERCENT.sub(_decimal_percent, _REPEATING.sub(_repeating_fraction, text))
+    return _RATIO.sub(lambda found: f"({re.sub(' ?: ?', ', ', found[2])})", text)
 
 
 def _improper_fraction(found: re.Match[str]) -> str:
     whole, above, below = (int(digits) for digits in found.groups() if digits)
     return rf"\frac{{{whole * below + above}}}{{{below}}}" if above < below else found[0]
+
+
+def _repeating_fraction(found: re.Match[str]) -> str:
+    before, repeated = found[1] + found[2], found[3] or found[4]
+    below = (10 ** len(repeated) - 1) * 10 ** len(found[2])
+    return rf"\frac{{{int(before + repeated) - int(before)}}}{{{below}}}"
+
+
+def _decimal_percent(found: re.Match[str]) -> str:
+    number = f"{int(found[1]) / int(found[2]):.6f}".rstrip("0").rstrip(".")
+    return rf"{number}\%"
 
 
 def plain_boxes(response: str) -> tuple[str, str | None]:
@@ -78,11 +128,16 @@ def plain_boxes(response: str) -> tuple[str, str | None]:
         return response, ""
     text, done, last = "", 0, None
     for start, content, end in boxes:
-        inside = response[content:end].lstrip()
+        inside = plain_answer(response[content:end]).lstrip()
         inside = inside[:-40] + _END_OF_BOX.sub("", inside[-40:])
         text += response[done:start] + (f"\\boxed{{{with_units(inside)}}}" if inside else "")
         done, last = end + 1, inside or last
     return text + response[done:], last
+
+
+def plain_answer(answer: str) -> str:
+    """An answer that math-verify can read, in LaTeX."""
+    return readable(in_latex(answer))
 
 
 def with_units(answer: str) -> str:
@@ -148,6 +203,33 @@ def of_a_choice(answer: str, gold: str) -> Iterator[tuple[str, str]]:
 
 
 def _choice(answer: str) -> tuple[str, str]:
+    """The letter and the text of a choice; "" and the answer if it is none, or names several."""
     answer = re.sub(rf"{_SPACE}+", " ", _without_text(answer)).strip("$ ")
-    found = _CHOICE.fullmatch(answer)
-    return (found[1] or found[2], found[3]) if found else ("", answer)
+    if not (found := _CHOICE.fullmatch(answer)):
+        return "", answer
+    letter, text = found[1] or found[2], found[3]
+    others = {first or second for first, second in _NEXT_CHOICE.findall(text[:_SHORT])} - {letter}
+    return ("", answer) if others else (letter, text)
+
+
+def other_readings(answer: str, gold: str) -> Iterator[tuple[str, str]]:
+    r"""What to compare where an answer has more around its value than the gold, or no per cent.
+
+    5 m/s, 1 000, \text{about }7, 5\sqrt2\approx 7.07, 1\le x\le 2 for [1,2], and 62.5 for 62.5%.
+    """
+    if len(answer) > _SHORT:
+        return
+    if _PERCENT.search(gold) and "%" not in answer:
+        yield answer, _PERCENT.sub("", gold).lstrip("$ ")
+    for pattern in (_WORDS_BEFORE, _ROUNDED):
+        if found := pattern.fullmatch(answer):
+            yield found[1].strip(), gold
+    if (found := _BETWEEN.fullmatch(answer)) and re.search(r"\A\$?\[|\]\$?\Z", gold):
+        low, left, right, high = found.groups()
+        yield f"{'(' if left == '<' else '['}{low}, {high}{')' if right == '<' else ']'}", gold
+    if re.search(r"(?<![\\A-Za-z])[A-Za-z]", _TEXT.sub("", gold)):  # the unit may be a variable
+        return
+    if _DIGIT_GROUPS.fullmatch(answer):
+        yield answer.replace(" ", ""), gold
+    if found := _UNITS.fullmatch(answer):
+        yield found[1], gold

@@ -9,12 +9,15 @@ import re
 import signal
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 from stable_opd_mcore.evaluation.answers import (
     lacks_entries,
     of_a_choice,
     one_formula,
+    other_readings,
+    plain_answer,
     plain_boxes,
     readable,
     same_letters,
@@ -39,9 +42,10 @@ def is_right(response: str, gold: str) -> bool:
     """
     response, answer = plain_boxes(readable(response))
     last_line = _GSM8K_ANSWER.search(response)
-    given = _parsed(with_units(last_line[1])) if last_line else []
+    given_line = plain_answer(last_line[1]) if last_line else ""
+    given = _parsed(with_units(given_line)) if last_line else []
     if last_line and (given or answer is None):
-        answer = last_line[1]
+        answer = given_line
     elif answer == "" and not _FINAL_ANSWER.search(response):
         return False
     gold = _gold_text(gold)
@@ -50,12 +54,14 @@ def is_right(response: str, gold: str) -> bool:
     return _agree(given or _parsed(response), _parsed_gold(gold)) or any(
         same_letters(part, gold_part)
         or _agree(_parsed(f"${with_units(part)}$"), _parsed_gold(gold_part))
-        for part, gold_part in of_a_choice(answer or "", gold)
+        for part, gold_part in chain(
+            of_a_choice(answer or "", gold), other_readings(answer or "", gold)
+        )
     )
 
 
 def _gold_text(gold: str) -> str:
-    gold = readable(gold)
+    gold = plain_answer(gold)
     last_line = _GSM8K_ANSWER.search(gold)
     return last_line[1] if last_line else gold
 
@@ -84,7 +90,9 @@ def _agree(given: list[Any], expected: list[Any]) -> bool:
     from math_verify import verify
 
     return any(
-        verify(right, value, timeout_seconds=0) and not _only_rounded_alike(value, right)
+        verify(right, value, timeout_seconds=0)
+        and not _only_rounded_alike(value, right)
+        and not _other_places(value, right)
         for right in expected
         for value in given
     )
@@ -125,6 +133,41 @@ def _numbers_differ(given: Any, gold: Any) -> bool:
         return bool(error.is_comparable and error > tolerance)
     except TypeError:  # a number that sympy cannot evaluate; math-verify's verdict counts
         return False
+
+
+def _other_places(given: Any, gold: Any) -> bool:
+    """Whether two lists differ that math-verify, which compares sorted sets, takes for equal.
+
+    2,1 has other values for the names of x=1,y=2, and 1,2,2 has another number twice than 1,1,2.
+    """
+    from math_verify import verify
+    from sympy import Eq
+    from sympy.core.relational import Relational
+
+    values, expected = _entries(given), _entries(gold)
+    if len(values) < 2 or len(expected) < 2:
+        return False
+    names = {each.lhs for each in expected if isinstance(each, Eq)}
+    if len(names) == len(expected) == len(values):
+        pairs = zip(expected, values, strict=True)
+        return not any(isinstance(value, Relational) for value in values) and not all(
+            verify(each, value, timeout_seconds=0) for each, value in pairs
+        )
+    return len(set(expected)) < len(expected) and any(
+        sum(verify(each, value, timeout_seconds=0) for value in values) != expected.count(each)
+        for each in expected
+    )
+
+
+def _entries(value: Any) -> list[Any]:
+    """The entries of a list, a set or a pair, in the order in which they are written."""
+    from sympy import FiniteSet, Interval, Tuple
+
+    if isinstance(value, Interval):
+        return [value.start, value.end]
+    if isinstance(value, FiniteSet):
+        return list(getattr(value, "_unsorted_args", value.args))
+    return list(value.args) if isinstance(value, Tuple) else []
 
 
 _users: dict[str, Callable[..., Any]] = {}  # the user's functions, in a process that has some

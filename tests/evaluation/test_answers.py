@@ -62,11 +62,49 @@ CHOICES = [  # the first of MATH
     ("12", [r"\textbf{(B)} \quad 12", "(B) 12"], ["(B) 13"]),
     (r"\textbf{(B)}\ 12", ["B", "12", "B) 12"], ["(C) 12", "(B) 13", "C", "13"]),
     ("B", ["B"], ["2B", "B12"]),
+    ("B", [r"\text{(B) }A, C", "(B) 3, 4"], ["(B) or (C)", r"\text{(B), (C)}", "(B)/C"]),
+    ("(B), (C)", ["(B), (C)"], ["(B)"]),
 ]  # fmt: skip
+PERCENTS = [
+    (r"50\%", ["50", "0.5", r"\frac12"], ["5", "0.05"]),
+    ("62.5%", ["62.5", r"\frac58", r"62\frac12\%"], ["6.25"]),  # OlympiadBench
+    (r"33\frac{1}{3}\%", [r"\frac13", r"33\frac13"], ["33"]),
+    ("0.5", [], [r"0.5\%"]),
+]
+PLACES = [
+    ("x=1,y=2", ["(1,2)", "1,2", "y=2, x=1"], ["(2,1)", "2,1", r"\{2,1\}"]),
+    ("x=1,x=2", ["2,1"], ["2,3"]),
+    ("1:2:3", ["1 : 2 : 3", "(1:2:3)", "a:b:c=1:2:3"], ["1:3:2", r"\frac16"]),
+    (r"1:\sqrt{3}:2", [r"1:\sqrt3:2"], [r"1:2:\sqrt{3}"]),
+    ("1,1,2", ["1,2,1"], ["1,2,2", "1,2"]),
+    (r"\{7\}", ["7"], ["8"]),
+]
+SIGNS = [
+    (r"2\sqrt{3}", ["2√3"], ["2√2"]),
+    ("x^2+1", ["x²+1"], ["x³+1"]),
+    (r"\frac52", ["2½", r"\boldsymbol{2.5}", r"\textcolor{red}{2.5}"], ["1½"]),
+    (r"(-\infty,1)\cup[2,\infty)", ["(-∞,1)∪[2,∞)"], ["(-∞,1)∪(2,∞)"]),  # noqa: RUF001
+    ("-7", ["–7", "－７。"], ["７"]),  # noqa: RUF001
+    ("1,2", ["1，2"], []),  # noqa: RUF001
+    (r"\varnothing", ["∅", r"\emptyset"], []),
+    (r"\frac{1}{6}", [r"0.1\overline{6}", r"0.1\bar6"], ["0.16"]),
+]
+AROUND = [  # an answer with more around its value than the gold
+    ("5", ["5 m/s", "5 cm²", "5 eV", "5 L", "€5", "5°"], ["5 x", "5 m - 1", "5 k"]),
+    ("5N", ["5 N"], ["5"]),
+    ("7", [r"\text{Answer: }7", r"\text{about } 7"], [r"\text{less than }7"]),
+    ("1000", ["1 000"], ["1 00"]),
+    ("7.07", [r"5\sqrt2\approx 7.07"], [r"5\sqrt2\approx 7"]),
+    ("[1,2)", [r"1\le x<2"], [r"1\le x\le 2"]),
+]
 
 
 @pytest.mark.parametrize(
-    ("gold", "right", "wrong"), [*SMALL_NUMBERS, *NUMBERS, *TEXTS, *LISTS, *CHOICES]
+    ("gold", "right", "wrong"),
+    [
+        *(*SMALL_NUMBERS, *NUMBERS, *TEXTS, *LISTS, *CHOICES),
+        *(*PERCENTS, *PLACES, *SIGNS, *AROUND),
+    ],
 )
 def test_rules(gold, right, wrong):
     verdicts = {each: is_right(f"It is $\\boxed{{{each}}}$.", gold) for each in [*right, *wrong]}
