@@ -90,8 +90,8 @@ def tool_names(value: object) -> tuple[str, ...]:
     if not isinstance(value, Mapping):
         return ()
     tool = cast("Mapping[str, Any]", value)
-    function: Any = tool.get("function") or ("parameters" in tool and tool)
-    name = function.get("name") if isinstance(function, Mapping) else None
+    function = tool.get("function") or ("parameters" in tool and tool)
+    name = cast("Any", function).get("name") if isinstance(function, Mapping) else None
     return (name,) if isinstance(name, str) else ()
 
 

@@ -105,6 +105,11 @@ def read_records(source: SourceConfig) -> Iterator[tuple[int, Record]]:
         )
     path = Path(source.path)
     is_file = path.is_file() or path.suffix in (".jsonl", ".parquet")
+    if (is_file or (path / _STATE).is_file()) and "[" in source.split:
+        raise DataError(
+            f"{path}: no splits in it, so no {source.split!r}; drop data.*.split, or set "
+            "data.*.limit for its first rows"
+        )
     return islice(read_file(path) if is_file else _read_dataset(source), source.limit)
 
 
@@ -134,10 +139,14 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
     messages, golden, answer, solution = (), (), None, None
     if columns.messages is None:
         problem = _text(record, columns.problem, place, "problem")
+        if columns.problem == "instruction":  # Alpaca's form
+            _refuse_unread_part(record, columns.problem, "input", place)
     else:
         value = _lookup(record, columns.messages, place, "messages")
         where = f"{place}: column {columns.messages!r} (messages)"
         messages, golden = parse_messages(value, where, _content, columns.golden)
+        if messages[0]["role"] != "system":
+            _refuse_unread_part(record, columns.messages, "system", place)
         said = [each["content"] for each in messages if each["role"] != "system"]
         problem = "\n\n".join(filter(None, said))
         if len(golden) == 1 and "tool_calls" not in golden[0]:
@@ -151,12 +160,18 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
     if solution is None and columns.solution is not None and has_column and not golden:
         solution = _text(record, columns.solution, place, "solution")
     tools = tool_names([record.get("tools"), record.get("functions")])
-    return Row(
-        *(row_id, problem, answer, solution),
-        messages=messages,
-        golden_turns=golden,
-        tools=tools,
-    )
+    texts = (problem, answer, solution)
+    return Row(row_id, *texts, messages=messages, golden_turns=golden, tools=tools)
+
+
+def _refuse_unread_part(record: Record, read: str, name: str, place: str) -> None:
+    """Refuse a text that belongs to the prompt and stands in a column of its own."""
+    text = record.get(name)
+    if isinstance(text, str) and text.strip():
+        raise DataError(
+            f"{place}: column {name!r} has a text ({text!r:.40}) of the prompt, but only column "
+            f"{read!r} is read; write it into that one, or remove or rename the column"
+        )
 
 
 def _kept(record: Record, whole: bool, required: Collection[str], place: str) -> Record | None:
@@ -272,7 +287,7 @@ def _read_parquet(
         raise DataError(f"{path}: not readable as parquet; write it again: {error}") from error
 
 
-def _own(record: Record) -> Record:
+def _own(record: Record) -> dict[str, Any]:
     """A record of a table without what Arrow adds to tool calls: each one's arguments have the
     names of all others' as null."""
     own = dict(record)

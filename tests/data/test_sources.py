@@ -51,6 +51,10 @@ def test_parquet_and_datasets_directories_give_the_same_rows(tmp_path):
     assert len(load(tmp_path / "a.parquet", limit=2)) == 2
     with pytest.raises(DataError, match=r"splits: no split 'train'"):
         load(tmp_path / "splits")
+    for name in ("plain", "a.parquet"):
+        assert len(load(tmp_path / name, split="test")) == 3
+        with pytest.raises(DataError, match=r"no splits in it, so no 'train\[:2\]'; drop data"):
+            load(tmp_path / name, split="train[:2]")
     jsonl(tmp_path / "plain" / "more.jsonl", RECORDS)
     with pytest.raises(DataError, match=r"plain: more\.jsonl would not be read"):
         load(tmp_path / "plain")
@@ -96,6 +100,24 @@ def test_no_file_of_a_folder_is_passed_over(tmp_path, names, readme, refused):
         return
     with pytest.raises(DataError, match=refused):
         load(tmp_path, options=options)
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"), [({"messages": "m"}, "system"), ({"problem": "instruction"}, "input")]
+)
+def test_a_part_of_the_prompt_in_a_column_of_its_own_is_refused(tmp_path, columns, name):
+    system, ask = {"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}
+    record = {"m": [ask], "instruction": "Add.", "answer": "2"}
+    names = ColumnsConfig(**columns)
+    for value in ("", None, 3):
+        load(jsonl(tmp_path / "a.jsonl", [{**record, name: value}]), columns=names)
+    path = jsonl(tmp_path / "a.jsonl", [record, {**record, name: "Think."}])
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: column '{name}' has a text \('Think\.'\)"):
+        load(path, columns=names)
+    load(
+        jsonl(tmp_path / "a.jsonl", [{**record, "m": [system, ask], "system": "x"}]),
+        columns=ColumnsConfig(messages="m"),
+    )
 
 
 @pytest.mark.parametrize(
