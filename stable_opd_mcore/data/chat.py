@@ -388,8 +388,9 @@ def _eos_of(path: Path) -> tuple[int, ...]:
     if not path.is_file():
         return ()
     record = read_json_object(path)
-    text = record.get("text_config") or {}  # where the model has other parts, such as vision
-    eos = record.get("eos_token_id", text.get("eos_token_id"))
+    text = record.get("text_config")  # where the model has other parts, such as vision
+    own = text.get("eos_token_id") if isinstance(text, dict) else None
+    eos = record.get("eos_token_id", own)
     ids = eos if isinstance(eos, list) else [eos]
     if not all(token is None or type(token) is int for token in ids):
         raise DataError(
