@@ -65,6 +65,7 @@ FAMILIES = {  # the student of the other files is an untied qwen2
     "gpt_oss": architecture(
         "gpt_oss",
         tied=False,
+        rope_theta=150000.0,
         **tiny.GPT_OSS
         | {"head_dim": 16, "intermediate_size": 48, "layer_types": None},  # padded by the server
     ),

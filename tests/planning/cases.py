@@ -71,6 +71,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 32,
         "num_experts_per_tok": 4,
         "sliding_window": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "qwen3_next": {  # Qwen3-Next-80B-A3B's and Qwen3.5-35B-A3B's, with a quarter of the experts
         "hidden_size": 2048,

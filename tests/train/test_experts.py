@@ -43,6 +43,7 @@ SINKS = tiny_architecture(
     num_experts_per_tok=2,
     intermediate_size=12,
     sliding_window=5,
+    rope_parameters={"rope_type": "default"},
 )
 OF_SINKS = {name: LAYOUTS[name] for name in ("ep2_tp2", "ep2_pp2")}
 AHEAD = {"max_staleness": 1, "partial": True}

@@ -110,7 +110,7 @@ def test_experts_are_stacked_padded_and_cut_within_each():
 
 def test_experts_with_gate_and_up_in_turn_have_biases_of_which_one_rank_adds_the_last():
     """As SGLang's gpt_oss loads the stacks of the files; on a CPU padded to 32 of each rank."""
-    fields = tiny.architecture("gpt_oss", num_local_experts=2, num_experts_per_tok=1)
+    fields = tiny.architecture("gpt_oss", num_local_experts=2, num_experts_per_tok=2)
     layer = "model.layers.1."
     full = {name: torch.randn(shape) for name, shape in hf_shapes(fields).items() if layer in name}
     expected = ExpectedChecksums(fields, 2, on_gpu=False)
