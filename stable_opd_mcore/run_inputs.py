@@ -22,6 +22,7 @@ from stable_opd_mcore.data.source_order import SourceOrder
 from stable_opd_mcore.data.sources import load_rows, source_name
 from stable_opd_mcore.data.synthetic import SYNTHETIC
 from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
+from stable_opd_mcore.data.tokenizer_backend import has_tokenizer
 from stable_opd_mcore.data.vocabulary import read_vocabulary, same_vocabulary
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
@@ -86,7 +87,7 @@ def load_tokenizer(config: Config) -> Tokenizer:
     assert path is not None, "the schema asks for one of the two"
     tokenizer = Tokenizer.load(path, student.stop_token_ids, student.chat_template_kwargs)
     own = student.path
-    if own is not None and own != path and (Path(own) / "tokenizer.json").is_file():
+    if own is not None and own != path and has_tokenizer(own):
         with suppress(DataError):  # tokenizer.path is the remedy for one that cannot be loaded
             vocabulary = read_vocabulary(own)
             same_vocabulary(
@@ -98,7 +99,7 @@ def load_tokenizer(config: Config) -> Tokenizer:
 def load_teacher_tokenizer(config: Config) -> Tokenizer | None:
     """The tokenizer in the teacher's directory; None if it has none, or without another teacher."""
     path = config.teacher.path if config.teacher and not config.teacher.is_self else None
-    if path is None or not (Path(path) / "tokenizer.json").is_file():
+    if path is None or not has_tokenizer(path):
         return None
     assert config.teacher is not None
     return Tokenizer.load(path, config.teacher.stop_token_ids, config.teacher.chat_template_kwargs)

@@ -78,27 +78,16 @@ def memory(inputs: RunInputs) -> Iterator[Finding]:
 
 def precision(inputs: RunInputs) -> Iterator[Finding]:
     """A teacher that loses bits when it is loaded; responses sampled in another precision."""
-    config, teacher = inputs.config, inputs.pair.teacher
+    config = inputs.config
     trained = {"fp32": "float32", "bf16": "bfloat16"}[config.train.precision]
     settings = models_in_trainer(config).get("teacher")
-    if config.train.precision == "bf16" and teacher is not None and settings is not None:
-        stored = _stored_types(settings.path, inputs.teacher_architecture)
-        if stored - {"BF16", "bfloat16"}:
+    loaded = inputs.teacher_architecture
+    if config.train.precision == "bf16" and settings and settings.path and loaded:
+        # imports Megatron, which takes seconds
+        from stable_opd_mcore.models.huggingface import stored_dtypes
+
+        stored = stored_dtypes(settings.path, loaded)
+        if stored - {"BF16"}:
             yield finding("teacher-loses-bits", stored=", ".join(sorted(stored)))
     if inputs.objective.needs_rollouts and config.fp8.student is not None:
         yield finding("sampled-without-fp8", fp8=config.fp8.student, trained=trained)
-
-
-def _stored_types(path: str | None, architecture: Architecture | None) -> set[str]:
-    """The types of a model's weights in its files, which may differ from config.json's. Empty
-    without files."""
-    if path is None or architecture is None:
-        return set()
-    # imports Megatron, which takes seconds
-    from stable_opd_mcore.models.huggingface import stored_dtypes
-    from stable_opd_mcore.models.megatron_checkpoint import is_megatron
-
-    if not is_megatron(path):
-        return stored_dtypes(path, architecture)
-    dtype = architecture.source.get("dtype") or architecture.source.get("torch_dtype")
-    return set() if dtype is None else {dtype}

@@ -8,7 +8,6 @@ from typing import Any
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.cold_start import cold_start_config
-from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.unread_settings import unread_settings
 
 _END_BYTES = 65536
@@ -17,17 +16,16 @@ _MANY_ROWS = 8  # rows of a head that are enough to tell what rows without a tok
 
 def student_settings(inputs: RunInputs) -> Iterator[Finding]:
     """A config.json that `train` refuses, or that asks for something that is not computed."""
-    yield from _unread_settings("student", inputs.architecture)
+    yield from _not_implemented(
+        "config.json", "student", unread_settings(inputs.architecture.source)
+    )
 
 
 def teacher_settings(inputs: RunInputs) -> Iterator[Finding]:
     """See `student_settings`."""
     if inputs.teacher_architecture is not None:
-        yield from _unread_settings("teacher", inputs.teacher_architecture)
-
-
-def _unread_settings(role: str, architecture: Architecture) -> Iterator[Finding]:
-    yield from _not_implemented("config.json", role, unread_settings(architecture.source))
+        source = inputs.teacher_architecture.source
+        yield from _not_implemented("config.json", "teacher", unread_settings(source))
 
 
 def _not_implemented(file: str, role: str, found: Mapping[str, Any]) -> Iterator[Finding]:

@@ -59,7 +59,7 @@ def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
         raise DataError(
             f"{path}: no such tokenizer directory; give a local model directory, or {SYNTHETIC!r}"
         )
-    if not (directory / "tokenizer.json").is_file():
+    if not has_tokenizer(directory):
         raise DataError(
             f"{path}: no tokenizer.json in it; download the model with its tokenizer, "
             "or set tokenizer.path"
@@ -86,6 +86,11 @@ def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
             "(for a teacher, teacher.stop_token_ids)"
         )
     return backend
+
+
+def has_tokenizer(directory: str | Path) -> bool:
+    """Whether a model directory holds a tokenizer."""
+    return (Path(directory) / "tokenizer.json").is_file()
 
 
 def stored_templates(directory: Path) -> dict[str, str]:
@@ -132,17 +137,17 @@ def _refuse_moved_tokens(backend: PreTrainedTokenizerFast, directory: Path) -> N
     """Raise a DataError for an added token that a file gives another id than it is loaded with."""
     listed = _json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
     tokens = _json(directory / "tokenizer.json").get("added_tokens") or ()
-    vocabulary = backend.get_vocab()
     for name, ids in (
         ("tokenizer.json", [(token["content"], token["id"]) for token in tokens]),
         ("tokenizer_config.json", [(t["content"], int(number)) for number, t in listed.items()]),
         ("added_tokens.json", _json(directory / "added_tokens.json").items()),
     ):
         for token, number in ids:
-            if vocabulary.get(token, number) != number:
+            loaded = backend.backend_tokenizer.token_to_id(token)
+            if loaded not in (None, number):
                 raise DataError(
                     f"{directory / name}: it gives {token!r} id {number}, but that token is loaded "
-                    f"with id {vocabulary[token]}; expected one id in all tokenizer files, and "
+                    f"with id {loaded}; expected one id in all tokenizer files, and "
                     "none left out before it: correct them, or download them again"
                 )
 

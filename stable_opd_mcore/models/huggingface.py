@@ -22,6 +22,7 @@ from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.expert_stacks import file_shapes, stacked
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
+from stable_opd_mcore.models.megatron_checkpoint import is_megatron
 from stable_opd_mcore.models.safetensors_files import BF16, INDEX, SINGLE, TensorFiles
 from stable_opd_mcore.models.small_files import copy_image_settings, write_config
 from stable_opd_mcore.models.weights import (
@@ -72,9 +73,19 @@ def read_head(
         return [files.read(name, (rows,)) for rows in ranges]
 
 
+_TYPES = {"bfloat16": BF16, "float16": "F16", "float32": "F32", "float64": "F64"}
+
+
 def stored_dtypes(path: str | Path, architecture: Architecture) -> set[str]:
-    """The types of the model's tensors in the files of a directory, by safetensors' names. Tensors
-    that every model keeps in fp32 do not count."""
+    """The types of the model's tensors in a directory, by safetensors' names. Tensors that every
+    model keeps in fp32 do not count.
+
+    The files of Hugging Face's form decide, since config.json may name another type. That of a
+    Megatron checkpoint was written with its weights; empty if it names none.
+    """
+    if is_megatron(path):
+        dtype: str = architecture.source.get("dtype") or architecture.source.get("torch_dtype", "")
+        return {_TYPES.get(dtype, dtype)} if dtype else set()
     entries = tensors.canonical_parameters(architecture)
     with TensorFiles(Path(path), architecture) as files:
         return {

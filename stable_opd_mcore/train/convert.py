@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Literal
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.data.tokenizer_backend import has_tokenizer
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import require_new_directory
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import (
     export_hf,
-    load_hf,
     require_base,
     stored_dtypes,
 )
-from stable_opd_mcore.models.megatron_checkpoint import is_megatron, load_weights, save_weights
+from stable_opd_mcore.models.megatron_checkpoint import is_megatron, save_weights
 from stable_opd_mcore.models.peft_directory import is_adapter, merge_adapter
 from stable_opd_mcore.models.small_files import copy_generation_settings, copy_tokenizer
 from stable_opd_mcore.parallel.world import start_world, stop_world
@@ -28,6 +28,7 @@ from stable_opd_mcore.train.evaluated_model import (
     weights_under,
 )
 from stable_opd_mcore.train.persistence.checkpoint import merge_factors
+from stable_opd_mcore.train.reference import read_weights
 
 
 def convert(
@@ -59,8 +60,8 @@ def convert(
             "a run with student.path"
         )
     weights = Path(under["path"])
-    holder = tokenizer or (source if _has_tokenizer(source) else weights)
-    if not _has_tokenizer(holder):
+    holder = tokenizer or (source if has_tokenizer(source) else weights)
+    if not has_tokenizer(holder):
         raise UserError(
             f"{holder}: no tokenizer.json in it, so the converted model would have no tokenizer; "
             "name a directory that has it with --tokenizer"
@@ -79,10 +80,7 @@ def convert(
             copy_generation_settings(weights, directory)
         copy_tokenizer(holder, directory)
 
-    if is_megatron(weights):
-        load_weights(chunks, weights)
-    else:
-        load_hf(chunks, weights)
+    read_weights(chunks, str(weights))
     if not model.is_whole:
         merge_adapter(chunks, source) if is_adapter(source) else merge_factors(chunks, source)
         export_hf(chunks, target, base=weights, save_tokenizer=save_tokenizer)
@@ -97,18 +95,12 @@ def convert(
     return done
 
 
-def _has_tokenizer(directory: Path) -> bool:
-    return (directory / "tokenizer.json").is_file()
-
-
 def _precision(
     model: EvaluatedModel, weights: Path, architecture: Architecture
 ) -> tuple[Literal["bf16", "fp32"], str]:
     """The precision to convert in, and what to say of rounding."""
     if not model.is_whole and is_megatron(model.path):
         return run_settings(model.path)["train"]["precision"], ""
-    dtype = architecture.source.get("dtype") or architecture.source.get("torch_dtype")
-    # In Hugging Face's form the files decide: config.json may name a type that they do not have.
-    dtypes = {dtype} if is_megatron(weights) else stored_dtypes(weights, architecture)
+    dtypes = stored_dtypes(weights, architecture)
     rounded = ", fp64 weights rounded to fp32" if "F64" in dtypes else ""
-    return "bf16" if dtypes <= {"bfloat16", "BF16"} else "fp32", rounded
+    return "bf16" if dtypes == {"BF16"} else "fp32", rounded

@@ -19,6 +19,7 @@ from stable_opd_mcore import evaluation
 from stable_opd_mcore.config.changes import read_settings
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import Config, RunConfig, StudentConfig, TokenizerConfig
+from stable_opd_mcore.data.tokenizer_backend import has_tokenizer
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
 from stable_opd_mcore.host.atomic_files import write_atomically
@@ -131,7 +132,7 @@ def evaluated_config(config: Config, model: EvaluatedModel) -> Config:
         # Runs of version 0.1.0 have no such key.
         template_kwargs = template_kwargs or trained["student"].get("chat_template_kwargs", {})
     elif tokenizer is None:
-        holders = (path for path in (str(model.path), source["path"]) if _has_tokenizer(path))
+        holders = (path for path in (str(model.path), source["path"]) if has_tokenizer(path))
         tokenizer = next(holders, config.student.path)
     stop_ids = None if stop_ids is None else tuple(stop_ids)
     student = StudentConfig(**source, stop_token_ids=stop_ids, chat_template_kwargs=template_kwargs)
@@ -192,10 +193,6 @@ def model_in(path: Path) -> EvaluatedModel:
     own = checkpoint_name(step) if step is not None and run is not None else path.absolute().name
     label = _NOT_IN_NAMES.sub("_", own).lstrip("._-") or "model"
     return EvaluatedModel(path, label, name if isinstance(name, str) else None, step, is_whole)
-
-
-def _has_tokenizer(path: str) -> bool:
-    return (Path(path) / "tokenizer.json").is_file()
 
 
 def _require_model(path: Path) -> Path:
