@@ -107,38 +107,19 @@ def read_rotary(fields: Fields, head_dim: int, share: float, *, must_say: bool =
 
     Args:
         share: the family's default of `partial_rotary_factor`.
-        must_say: refuse a config without either, which is not unscaled to transformers.
+        must_say: refuse a config that has neither, which transformers would not read as unscaled.
 
     Raises:
         UserError: a key is missing, contradicts another, or has a value that is not implemented.
     """
     origin = fields.origin
-    given = _object(fields, "rope_parameters") or _object(fields, "rope_scaling")
-    if must_say and not given:
-        raise UserError(
-            f"{origin}: no rope_parameters nor rope_scaling, which transformers then invents for a "
-            f"{fields.values['model_type']}; add the model's"
-        )
-    scaling = _object(fields, "rope_scaling") or given
-    named, again = _kind(given, origin), _kind(scaling, origin)
-    if named != again or _base(given, fields) != _base(scaling, fields):
-        raise UserError(
-            f"{origin}: rope_parameters={given} and rope_scaling={scaling} differ; "
-            "keep the right one"
-        )
-    for key in _BASE:
-        outer, inside = fields.get(key), given.get(key)
-        if None not in (outer, inside) and outer != inside:
-            raise UserError(
-                f"{origin}: {key}={outer!r}, but {inside!r} in rope_parameters or rope_scaling, "
-                "which would be read; keep the right one"
-            )
+    given = _given(fields, must_say)
     inner = Fields(origin, given)
     holder = inner if "rope_theta" in given else fields
     if holder.get("rope_theta") is None:
         raise UserError(f"{origin}: no rope_theta, nor one in rope_parameters; add it")
     theta = holder.number("rope_theta", 0.0)
-    kind = named["rope_type"]
+    kind = _kind(given, origin)["rope_type"]
     size = _rotated_size(fields, inner, head_dim, share, kind)
     if kind == "default":
         return Rotary(size, theta, None)
@@ -166,6 +147,31 @@ def read_rotary(fields: Fields, head_dim: int, share: float, *, must_say: bool =
             attention_factor=_attention_factor(inner) if kind == "yarn" else 1.0,
         ),
     )
+
+
+def _given(fields: Fields, must_say: bool) -> Mapping[str, Any]:
+    """`rope_parameters`, or `rope_scaling` in its place; a UserError for values that disagree."""
+    given = _object(fields, "rope_parameters") or _object(fields, "rope_scaling")
+    if must_say and not given:
+        raise UserError(
+            f"{fields.origin}: no rope_parameters nor rope_scaling, which transformers then "
+            f"invents for a {fields.values['model_type']}; add the model's"
+        )
+    scaling = _object(fields, "rope_scaling") or given
+    named, again = _kind(given, fields.origin), _kind(scaling, fields.origin)
+    if named != again or _base(given, fields) != _base(scaling, fields):
+        raise UserError(
+            f"{fields.origin}: rope_parameters={given} and rope_scaling={scaling} differ; "
+            "keep the right one"
+        )
+    for key in _BASE:
+        outer, inside = fields.get(key), given.get(key)
+        if None not in (outer, inside) and outer != inside:
+            raise UserError(
+                f"{fields.origin}: {key}={outer!r}, but {inside!r} in rope_parameters or "
+                "rope_scaling, which would be read; keep the right one"
+            )
+    return given
 
 
 def _attention_factor(given: Fields) -> float:
@@ -211,8 +217,11 @@ _NOT_SCALING = ("type", "rope_type", *_BASE, "mrope_section", "mrope_interleaved
 def unread_rotary_settings(
     settings: Mapping[str, Any], *, has_share: bool
 ) -> Iterator[tuple[str, Any]]:
-    """Keys of a readable `rope_parameters` or `rope_scaling`, and their values, that its rope_type
-    does not read. `has_share`: the family reads partial_rotary_factor."""
+    """Keys of `rope_parameters` or `rope_scaling` that the rope_type does not read, with values.
+
+    `read_rotary` must have accepted the config. `has_share`: the family reads
+    partial_rotary_factor.
+    """
     name = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
     given = _object(Fields("config.json", settings), name)
     kind = _kind(given, "config.json")
@@ -225,7 +234,7 @@ def unread_rotary_settings(
 
 
 def _object(fields: Fields, key: str) -> Mapping[str, Any]:
-    """`rope_parameters` or `rope_scaling`, empty if there is none."""
+    """The object under this key of config.json; empty if the key is absent."""
     given = fields.get(key) or {}
     if not isinstance(given, Mapping):
         raise UserError(f"{fields.origin}: {key}={given!r} should be an object")
