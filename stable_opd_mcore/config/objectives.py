@@ -115,7 +115,7 @@ class AdaptiveSection(Section):
 
 
 class KLConfig(AdaptiveSection):
-    """The KL to the frozen reference: docs/method.md §2. `target` applies to `kl/reference`."""
+    """The KL to the frozen reference: docs/method.md §2. `target` is a value of `kl/reference`."""
 
     beta: float = Field(default=0.0, ge=0)
     """Weight of the mean KL(student || reference) over the prefixes of the rollouts."""
@@ -126,8 +126,8 @@ class KLConfig(AdaptiveSection):
 
 
 class MixtureConfig(AdaptiveSection):
-    """The golden solutions next to the rollouts: docs/method.md §2. `target` applies to their mean
-    negative log-likelihood per token."""
+    """Golden solutions, which are trained on next to the rollouts: docs/method.md §2. `target` is a
+    value of their mean negative log-likelihood per token."""
 
     lambda_: float = Field(default=0.0, ge=0, alias="lambda")
     """Weight of the mean negative log-likelihood of golden solutions."""

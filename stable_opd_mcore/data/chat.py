@@ -319,8 +319,8 @@ class Tokenizer:
         generation_prompt: bool = False,
         template: str | None = None,
     ) -> str:
-        """The text that the chat template (None: its own) makes of these messages; a DataError if
-        it fails."""
+        """Render messages with a chat template, by default the tokenizer's own. A template that
+        fails is a DataError."""
         try:
             return str(
                 self._backend.apply_chat_template(
@@ -388,7 +388,7 @@ def _eos_of(path: Path) -> tuple[int, ...]:
     if not path.is_file():
         return ()
     record = read_json_object(path)
-    text = record.get("text_config")  # where the model has other parts, such as vision
+    text = record.get("text_config")  # a model with vision keeps the decoder's settings here
     own = text.get("eos_token_id") if isinstance(text, dict) else None
     eos = record.get("eos_token_id", own)
     ids = eos if isinstance(eos, list) else [eos]

@@ -203,7 +203,8 @@ def of_a_choice(answer: str, gold: str) -> Iterator[tuple[str, str]]:
 
 
 def _choice(answer: str) -> tuple[str, str]:
-    """The letter and the text of a choice; "" and the answer if it is none, or names several."""
+    """Split an answer into the letter and the text of its choice. The letter is "" where the answer
+    has none or several."""
     answer = re.sub(rf"{_SPACE}+", " ", _without_text(answer)).strip("$ ")
     if not (found := _CHOICE.fullmatch(answer)):
         return "", answer

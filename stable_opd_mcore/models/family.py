@@ -18,7 +18,7 @@ class Family:
     qkv_bias: bool
     qk_norm: bool
     supported: Mapping[str, Any]  # key of config.json -> its only implemented value
-    # Key of config.json -> other values that mean the implemented one
+    # Key of config.json -> more values with the same meaning as the implemented one
     spellings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # Key of config.json -> what a missing one means, where that is not the implemented value
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Family:
     # The output of each query head is multiplied by a gate, whose rows are in q_proj
     gated_attention: bool = False
     rotary_share: float = 1.0  # rotated share of a head's elements, if config.json gives none
-    stretched: bool = False  # to transformers, no rope_parameters are those of a stretched window
+    stretched: bool = False  # transformers stretches the window if rope_parameters are absent
     delta_nets: bool = False  # layers of type linear_attention have a gated delta net instead
     sliding_windows: bool = False  # layers of type sliding_attention read only the last tokens
     sinks: bool = False  # each head has a sink (sinks.py)

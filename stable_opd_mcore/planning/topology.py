@@ -364,8 +364,11 @@ def _refuse_bare_gpus(
 
 
 def _not_divided(architecture: Architecture, tensor: int, role: str) -> str | None:
-    """What this many tensor ranks of a server would have to divide. SGLang copies heads of keys and
-    values to ranks that have none; a publish to a student's servers cannot."""
+    """The first size of the model that this many tensor ranks of a server do not divide.
+
+    Ranks may share key-value heads on a teacher's server, since SGLang copies them. A publish to a
+    student's servers has no such copies.
+    """
     is_copied = role == "teacher" and tensor % architecture.num_key_value_heads == 0
     for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
         number = getattr(architecture, name)
