@@ -29,7 +29,9 @@ def hub_server(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[tupl
         asked.append(path)
         found = found_at(path)
         if found is None:
-            return 404, b'{"error": "not here"}', {"X-Error-Code": "RepoNotFound"}
+            at_commit = (f"/{n.removeprefix('models/')}/resolve/{COMMIT}/" for n in repositories)
+            code = "EntryNotFound" if path.startswith(tuple(at_commit)) else "RepoNotFound"
+            return 404, b'{"error": "not here"}', {"X-Error-Code": code}
         tag = f'"{hashlib.sha256(found).hexdigest()}"'
         return 200, found, {"ETag": tag, "X-Repo-Commit": COMMIT}
 

@@ -73,6 +73,9 @@ def adapter(inputs: RunInputs) -> Iterator[Finding]:
         peft_directory.check_adapter(Path(lora.path), inputs.architecture, lora)
         found = peft_directory.unread_settings(Path(lora.path))
         yield from _not_implemented(peft_directory.CONFIG, "adapter", found)
+        base = peft_directory.named_base(Path(lora.path))
+        if base and config.student.path and Path(base).name != Path(config.student.path).name:
+            yield finding("other-base", path=lora.path, base=base, student=config.student.path)
 
 
 def untrained_stops(inputs: RunInputs) -> Iterator[Finding]:

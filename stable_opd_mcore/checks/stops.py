@@ -13,10 +13,12 @@ from stable_opd_mcore.host.json_files import read_json_object
 
 _TEMPLATE = "chat template"  # its name among ModelFiles.stop_sources
 # What changes which tokens can be sampled; the config has its own temperature and penalties.
-_GENERATION_SETTINGS = (
-    "stop_strings", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
-    "forced_bos_token_id", "forced_eos_token_id", "no_repeat_ngram_size", "min_new_tokens",
-)  # fmt: skip
+# Keys of generation_config.json that do not change what is sampled, or are read elsewhere
+_OTHER_GENERATION_KEYS = {
+    "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length",
+    "max_new_tokens", "do_sample", "use_cache", "cache_implementation", "transformers_version",
+}  # fmt: skip
+_NEUTRAL = {"temperature": 1, "top_p": 1, "min_p": 0, "top_k": 0, "repetition_penalty": 1}
 
 
 def stop_class(pair: Pair) -> list[str]:
@@ -103,7 +105,12 @@ def ignored_generation_settings(pair: Pair) -> Iterator[Finding]:
     """Settings of the student's generation_config.json that sampling does not follow."""
     file = Path(pair.student.place) / "generation_config.json"
     settings = read_json_object(file) if file.is_file() else {}
-    given = {key: settings[key] for key in _GENERATION_SETTINGS if settings.get(key)}
+    given = {
+        key: value
+        for key, value in settings.items()
+        if key not in _OTHER_GENERATION_KEYS and not key.startswith("_")
+        if value and value != _NEUTRAL.get(key)
+    }
     if given:
         values = ", ".join(f"{key}={value!s:.60}" for key, value in given.items())
         yield finding("ignored-generation-settings", role=pair.student.role, values=values)

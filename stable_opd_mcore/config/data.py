@@ -67,7 +67,7 @@ class SourceConfig(Section):
     """Number of rows to take, the first ones; `null`: all."""
     options: dict[str, Any] = Field(default={})
     """`synthetic:arithmetic`: the fields of `ArithmeticOptions` in data/synthetic.py. A hub id:
-    `configuration`."""
+    `revision`, its commit, and `configuration`."""
 
     @property
     def may_have_golden(self) -> bool:

@@ -9,16 +9,15 @@ a row that cannot be used is an error that names file, row, column and remedy.
 # pyright: basic
 
 import math
-import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig, TrainSource
+from stable_opd_mcore.data.dataset_folders import STATE, read_dataset
 from stable_opd_mcore.data.messages import parse_messages, tool_names
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, SYNTHETIC, arithmetic_rows
@@ -31,12 +30,7 @@ Record = Mapping[str, Any]
 _DEFAULT_COLUMNS = ColumnsConfig()
 _BATCH_ROWS = 64
 _MAX_LINE_BYTES = 64 * 2**20
-_DATA_FILE = re.compile(
-    r".*\.(json|jsonl|ndjson|parquet|csv|tsv|arrow|txt)(\.(gz|bz2|xz|zst|lz4|zip))?", re.IGNORECASE
-)
-_OTHER_JSON = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
-_STATE = "state.json"
-_SHARD = re.compile(r"(.*[-_.])(\d+)-of-(\d+)(?!\d).*")
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 _GSM8K_ANSWER = re.compile(r"\n?####[ \t]*([^\n]+?)\s*\Z")
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -55,7 +49,8 @@ def load_rows(
         required: columns that teacher.prompt reads; Row.columns keeps them.
 
     Raises:
-        DataError: missing file or column, malformed line, empty or wrongly typed value, no rows.
+        DataError: missing file or column, malformed line, empty or wrongly typed value, no rows, a
+            hub id without a commit.
     """
     if source.path.startswith(SYNTHETIC):
         if source.path != ARITHMETIC:
@@ -67,6 +62,11 @@ def load_rows(
             replace(row, columns=_kept(vars(row), with_columns, required, row.row_id))
             for row in rows
         ]
+    if is_hub_id(source.path) and not _COMMIT.fullmatch(str(source.options.get("revision"))):
+        raise DataError(
+            f"{source.path}: no such file or directory here, and no commit to download from the "
+            "hub: correct data.*.path, or give data.*.options a revision, a commit of 40 hex digits"
+        )
     name = source_name(source)
     rows: list[Row] = []
     for number, record in read_records(source):
@@ -97,20 +97,21 @@ def read_records(source: SourceConfig) -> Iterator[tuple[int, Record]]:
     Raises:
         DataError: missing or unreadable source, unknown split.
     """
-    unknown = source.options.keys() - {"configuration"}
-    if unknown:
+    known = {"configuration", "revision"} if is_hub_id(source.path) else {"configuration"}
+    if unknown := source.options.keys() - known:
         raise DataError(
-            f"{source.path}: unknown data.*.options {sorted(unknown)}; files and hub data "
-            "sets have only the option configuration; drop the others"
+            f"{source.path}: unknown data.*.options {sorted(unknown)}; here they are only "
+            f"{' and '.join(sorted(known))}; drop the others"
         )
     path = Path(source.path)
     is_file = path.is_file() or path.suffix in (".jsonl", ".parquet")
-    if (is_file or (path / _STATE).is_file()) and "[" in source.split:
+    if (is_file or (path / STATE).is_file()) and "[" in source.split:
         raise DataError(
             f"{path}: no splits in it, so no {source.split!r}; drop data.*.split, or set "
             "data.*.limit for its first rows"
         )
-    return islice(read_file(path) if is_file else _read_dataset(source), source.limit)
+    rows = read_file(path) if is_file else ((n, _own(row)) for n, row in read_dataset(source))
+    return islice(rows, source.limit)
 
 
 def read_file(
@@ -306,92 +307,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
-
-
-def _refuse_unread_files(folder: Path, read: Iterable[str]) -> None:
-    """Refuse a folder with data files that are not among those `read`, which are of all splits.
-
-    `datasets` reads the most frequent kind of file, and passes over files that neither README.md
-    nor their names give to a split if it finds some that are.
-    """
-    known = set(map(os.path.realpath, read))
-    unread: list[str] = []
-    for file in sorted(folder.rglob("*")):
-        name = file.relative_to(folder)
-        is_hidden = any(part.startswith((".", "__")) for part in name.parts)
-        is_data = _DATA_FILE.fullmatch(file.name) and file.name not in (*_OTHER_JSON, _STATE)
-        if is_data and not is_hidden and file.is_file() and os.path.realpath(file) not in known:
-            unread.append(str(name))
-    if unread:
-        more = f" and {len(unread) - 3} more" if unread[3:] else ""
-        raise DataError(
-            f"{folder}: {', '.join(unread[:3])}{more} would not be read with its other files: "
-            "datasets reads one kind of file, and only those that README.md or their names give to "
-            "a split, where there are some; set data.*.path to one file, convert or rename these, "
-            "or move them away"
-        )
-
-
-def _refuse_missing_shards(folder: Path, read: Iterable[str]) -> None:
-    """Refuse a series of files `NAME-00000-of-00003` that is not whole."""
-    found: dict[tuple[str, int], set[int]] = {}
-    for shard in filter(None, map(_SHARD.fullmatch, read)):
-        found.setdefault((shard[1], int(shard[3])), set()).add(int(shard[2]))
-    for (name, count), numbers in found.items():
-        first = int(count in numbers)  # some number from 1
-        missing = [n for n in range(first, first + count) if n not in numbers]
-        if missing:
-            raise DataError(
-                f"{folder}: of the {count} files {Path(name).name}*-of-{count:05}, number "
-                f"{', '.join(map(str, missing[:9]))} is missing; download the rest, or rename the "
-                "files if these are all"
-            )
-
-
-def _files_of_splits(path: str) -> dict[str, list[str]]:
-    """The files that `datasets` finds in a folder, by split, of all its configurations."""
-    import datasets
-
-    found: dict[str, list[str]] = {}
-    for name in datasets.get_dataset_config_names(path):
-        with suppress(FileNotFoundError):  # a configuration whose files were not downloaded
-            config = datasets.load_dataset_builder(path, name).config
-            for split, files in (config.data_files or {}).items():
-                found.setdefault(str(split), []).extend(files)
-    return found
-
-
-def _read_dataset(source: SourceConfig) -> Iterator[tuple[int, Record]]:
-    path = Path(source.path)
-    if not path.exists() and not is_hub_id(source.path):
-        raise DataError(
-            f"{source.path}: no such file or directory, nor a hub id (owner/name); "
-            "check data.*.path"
-        )
-    import datasets  # takes seconds, so only sources that need it import it
-    from datasets.exceptions import DatasetsError
-
-    try:
-        if any((path / name).is_file() for name in (_STATE, "dataset_dict.json")):
-            _refuse_unread_files(path, map(str, path.rglob("*.arrow")))
-            loaded = datasets.load_from_disk(source.path)
-            dataset = loaded[source.split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            name = source.options.get("configuration")
-            if path.is_dir():
-                files = _files_of_splits(source.path)
-                _refuse_unread_files(path, chain(*files.values()))
-                of_split = (files[each] for each in files if each in source.split)
-                _refuse_missing_shards(path, chain(*of_split))
-            dataset = datasets.load_dataset(source.path, name, split=source.split)
-    except DataError:
-        raise
-    except KeyError as error:
-        raise DataError(f"{source.path}: no split {source.split!r}; set data.*.split") from error
-    except (OSError, ValueError, DatasetsError) as error:
-        raise DataError(
-            f"{source.path}: datasets cannot load split {source.split!r}: "
-            f"{error.__cause__ or error}. Without internet, download it elsewhere and set "
-            "data.*.path to the directory or file"
-        ) from error
-    yield from enumerate(map(_own, dataset))  # pyright: ignore[reportArgumentType]

@@ -204,13 +204,19 @@ def base_of(directory: Path) -> dict[str, Any]:
     Raises:
         UserError: its configuration names no directory that exists.
     """
-    base = read_json_object(directory / CONFIG).get("base_model_name_or_path")
-    if not isinstance(base, str) or not (Path(base) / "config.json").is_file():
+    base = named_base(directory)
+    if base is None or not (Path(base) / "config.json").is_file():
         raise UserError(
             f"{directory / CONFIG}: base_model_name_or_path={base!r} is not a model directory "
             "here; set it to that of the model on which the adapter was trained"
         )
     return {"path": base, "window": None, "rope_theta": None, **_trained_positions(directory)}
+
+
+def named_base(directory: Path) -> str | None:
+    """The path or hub id of the model that an adapter was trained on; None if it names none."""
+    base = read_json_object(directory / CONFIG).get("base_model_name_or_path")
+    return base if isinstance(base, str) and base else None
 
 
 def mark_positions(architecture: Architecture) -> dict[str, Any]:

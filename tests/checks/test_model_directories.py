@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from stable_opd_mcore.checks import model_directories
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models import peft_directory
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.megatron_checkpoint import load_weights
 from stable_opd_mcore.models.tensors import hf_shapes
@@ -145,6 +146,17 @@ def test_a_teacher_with_the_students_weights_and_prompt_is_found(tmp_path, model
         tmp_path, "run", student=adapted, teacher=teacher, tokenizer={"path": None}
     )
     assert list(model_directories.same_weights(RunInputs(config, None))) == []
+
+
+def test_an_adapter_of_another_model_is_found(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(peft_directory, "check_adapter", lambda *_: {})  # its tensors
+    student = {"path": model[0], "architecture": None, "lora": {"path": str(tmp_path)}}
+    config = tiny_config(tmp_path, "run", student=student, tokenizer={"path": None})
+    for base, found in (("me/model", 0), (None, 0), ("/elsewhere/other", 1)):
+        settings = {"peft_type": "LORA", "base_model_name_or_path": base}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+        findings = list(model_directories.adapter(RunInputs(config, None)))
+        assert [f.values[0][1] for f in findings] == [base] * found
 
 
 def test_missing_misshapen_truncated_and_absent_weights_are_refused(tmp_path, model):

@@ -1,6 +1,10 @@
 """Reading rows, and the errors for bad input."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,6 +14,7 @@ from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig
 from stable_opd_mcore.data import sources
 from stable_opd_mcore.data.sources import load_rows, read_file, read_records
 from stable_opd_mcore.errors import DataError
+from tests.hub_server import COMMIT, hub_server
 from tests.real_data import real_data
 
 GSM8K = ColumnsConfig(problem="question", answer="answer", solution="answer")
@@ -265,6 +270,32 @@ def test_lines_are_numbered_and_have_a_limit(tmp_path, monkeypatch):
     (tmp_path / "g.jsonl").write_bytes(b"x" * 64)
     with pytest.raises(DataError, match=r"g\.jsonl:1: a line over 64 MiB"):
         next(read_file(tmp_path / "g.jsonl"))
+
+
+def test_hub_data_are_those_of_their_commit(tmp_path):
+    card = b"---\nconfigs:\n- config_name: default\n  data_files: rows.jsonl\n---\n"
+    files = {"README.md": card, "rows.jsonl": b'{"problem": "1+1", "answer": "2"}\n'}
+    code = (
+        "import sys; from stable_opd_mcore.data import sources; "
+        "from stable_opd_mcore.config.data import SourceConfig as Source; "
+        "source = Source(path='me/rows', options={'revision': sys.argv[1]}); "
+        "print(*(row.answer for row in sources.load_rows(source)))"
+    )
+
+    def read(revision: str, **where: str) -> str:
+        environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", **where}
+        command = [sys.executable, "-c", code, revision]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return done.stdout or done.stderr.splitlines()[-1]
+
+    with hub_server({"datasets/me/rows": files}) as (url, _):
+        assert read(COMMIT, HF_ENDPOINT=url) == "2\n"
+        # datasets itself takes what its cache has, at whatever commit
+        other = rf"me/rows: commit 1{{40}} cannot be downloaded, and the cache has {COMMIT}; "
+        assert re.search(other, read("1" * 40, HF_ENDPOINT=url))
+    assert read(COMMIT, HF_HUB_OFFLINE="1") == "2\n"
+    with pytest.raises(DataError, match=r"and no commit .* give data\.\*\.options a revision"):
+        load("me/rows")
 
 
 def test_bad_sources_are_named(tmp_path):

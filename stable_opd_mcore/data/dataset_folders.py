@@ -1,0 +1,126 @@
+"""Rows of what the datasets library reads: a folder of files, a saved data set, a hub id."""
+
+# Not strict: datasets has no types.
+# pyright: basic
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from stable_opd_mcore.config.data import SourceConfig
+from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.host.hub import is_hub_id
+
+STATE = "state.json"  # in a saved data set
+_DATA_FILE = re.compile(
+    r".*\.(json|jsonl|ndjson|parquet|csv|tsv|arrow|txt)(\.(gz|bz2|xz|zst|lz4|zip))?", re.IGNORECASE
+)
+_OTHER_JSON = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+_SHARD = re.compile(r"(.*[-_.])(\d+)-of-(\d+)(?!\d).*")
+
+
+def _refuse_unread_files(folder: Path, read: Iterable[str]) -> None:
+    """Refuse a folder with data files that are not among those `read`, which are of all splits.
+
+    `datasets` reads the most frequent kind of file, and passes over files that neither README.md
+    nor their names give to a split if it finds some that are.
+    """
+    known = set(map(os.path.realpath, read))
+    unread: list[str] = []
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder)
+        is_hidden = any(part.startswith((".", "__")) for part in name.parts)
+        is_data = _DATA_FILE.fullmatch(file.name) and file.name not in (*_OTHER_JSON, STATE)
+        if is_data and not is_hidden and file.is_file() and os.path.realpath(file) not in known:
+            unread.append(str(name))
+    if unread:
+        more = f" and {len(unread) - 3} more" if unread[3:] else ""
+        raise DataError(
+            f"{folder}: {', '.join(unread[:3])}{more} would not be read with its other files: "
+            "datasets reads one kind of file, and only those that README.md or their names give to "
+            "a split, where there are some; set data.*.path to one file, convert or rename these, "
+            "or move them away"
+        )
+
+
+def _refuse_missing_shards(folder: Path, read: Iterable[str]) -> None:
+    """Refuse a series of files `NAME-00000-of-00003` that is not whole."""
+    found: dict[tuple[str, int], set[int]] = {}
+    for shard in filter(None, map(_SHARD.fullmatch, read)):
+        found.setdefault((shard[1], int(shard[3])), set()).add(int(shard[2]))
+    for (name, count), numbers in found.items():
+        first = int(count in numbers)  # some number from 1
+        missing = [n for n in range(first, first + count) if n not in numbers]
+        if missing:
+            raise DataError(
+                f"{folder}: of the {count} files {Path(name).name}*-of-{count:05}, number "
+                f"{', '.join(map(str, missing[:9]))} is missing; download the rest, or rename the "
+                "files if these are all"
+            )
+
+
+def _files_of_splits(path: str) -> dict[str, list[str]]:
+    """The files that `datasets` finds in a folder, by split, of all its configurations."""
+    import datasets
+
+    found: dict[str, list[str]] = {}
+    for name in datasets.get_dataset_config_names(path):
+        with suppress(FileNotFoundError):  # a configuration whose files were not downloaded
+            config = datasets.load_dataset_builder(path, name).config
+            for split, files in (config.data_files or {}).items():
+                found.setdefault(str(split), []).extend(files)
+    return found
+
+
+def read_dataset(source: SourceConfig) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number from 0, columns) of each row of the source's split.
+
+    Raises:
+        DataError: nothing there, data files that would not be read, no such split, or a hub id
+            whose commit is not available.
+    """
+    path = Path(source.path)
+    if not path.exists() and not is_hub_id(source.path):
+        raise DataError(
+            f"{source.path}: no such file or directory, nor a hub id (owner/name); "
+            "check data.*.path"
+        )
+    import datasets  # takes seconds, so only sources that need it import it
+    from datasets.exceptions import DatasetsError
+
+    try:
+        if any((path / name).is_file() for name in (STATE, "dataset_dict.json")):
+            _refuse_unread_files(path, map(str, path.rglob("*.arrow")))
+            loaded = datasets.load_from_disk(source.path)
+            dataset = loaded[source.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            if path.is_dir():
+                files = _files_of_splits(source.path)
+                _refuse_unread_files(path, chain(*files.values()))
+                of_split = (files[each] for each in files if each in source.split)
+                _refuse_missing_shards(path, chain(*of_split))
+            name, commit = (source.options.get(key) for key in ("configuration", "revision"))
+            builder = datasets.load_dataset_builder(source.path, name, revision=commit)
+            if commit is not None and builder.hash != commit:  # as datasets does without a network
+                raise DataError(
+                    f"{source.path}: commit {commit} cannot be downloaded, and the cache has "
+                    f"{builder.hash}; run it once where there is a network, or "
+                    "name the other commit as revision in data.*.options"
+                )
+            builder.download_and_prepare()
+            dataset = builder.as_dataset(source.split)
+    except DataError:
+        raise
+    except KeyError as error:
+        raise DataError(f"{source.path}: no split {source.split!r}; set data.*.split") from error
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(
+            f"{source.path}: datasets cannot load split {source.split!r}: "
+            f"{error.__cause__ or error}. Without internet, download it elsewhere and set "
+            "data.*.path to the directory or file"
+        ) from error
+    yield from enumerate(dataset)  # pyright: ignore[reportReturnType]
