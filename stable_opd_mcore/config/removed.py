@@ -44,7 +44,7 @@ REMOVED: dict[str, Removed] = {
     "guard.baseline": _constant(20),
     "guard.max_rollbacks": _constant(2),
     "guard.patience": _constant(10),
-    "guard.relax_steps": _constant(50),
+    "guard.relax_steps": Removed((50,), "drop it: beta and lambda stay as the guard raised them"),
     "guard.window": _constant(5),
     "monitoring.mlflow_experiment": _variable("MLFLOW_EXPERIMENT_NAME", "stable-opd"),
     "monitoring.overlap_every": _constant(10),

@@ -5,7 +5,8 @@
 Metrics are global, so every rank decides the same; the state is part of the checkpoint, so a
 resumed run decides the same again. Symptoms (monitoring/onset.py) are a warning. Damage starts
 measures (measures.py), one after the other, each after the earlier one had PATIENCE steps to help:
-raise beta and lambda, roll back, stop.
+raise beta and lambda, roll back, stop. Beta and lambda stay raised: halved every 50 steps, they let
+a language model break again (docs/evidence/guard.md).
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stable_opd_mcore.config.guard_settings import HEALTHY_AFTER, GuardConfig
-from stable_opd_mcore.monitoring import onset
 from stable_opd_mcore.monitoring.onset import (
     DETECTORS,
     Series,
@@ -27,10 +27,8 @@ from stable_opd_mcore.monitoring.onset import (
 ActionName = Literal["warned", "recovered", "raised", "rolled_back", "stopped"]
 Measure = Literal["none", "raised", "stopped"]
 PATIENCE = 10  # steps that a measure gets to help; also steps without symptoms until measures end
-RELAX_STEPS = 50  # without symptoms, until what the guard added to beta and lambda has halved
 MAX_ROLLBACKS = 2
 FIRST_SHARE = 0.25  # share of max_beta and max_lambda at the first raise; each further step doubles
-NEGLIGIBLE = 0.01  # share of max_beta and max_lambda; what has decayed below it is 0
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,6 @@ def _without_symptoms(
 ) -> tuple[GuardState, list[Action]]:
     state = replace(state, quiet=state.quiet + 1)
     actions: list[Action] = []
-    if state.quiet > onset.WINDOW:  # after a rollback the recent means have begun again
-        state = replace(state, **_relaxed(config, state))
     if state.quiet >= PATIENCE and (state.warned or state.measure != "none"):
         actions.append(Action("recovered", {"beta": state.beta, "lambda": state.lambda_}))
         state = replace(state, warned=False, measure="none", since_measure=0)
@@ -154,18 +150,6 @@ def _without_symptoms(
 def _raised(config: GuardConfig, state: GuardState) -> dict[str, Any]:
     def of(value: float, largest: float) -> float:
         return min(largest, max(2 * value, FIRST_SHARE * largest))
-
-    return {
-        "beta": of(state.beta, config.max_beta),
-        "lambda_": of(state.lambda_, config.max_lambda),
-    }
-
-
-def _relaxed(config: GuardConfig, state: GuardState) -> dict[str, Any]:
-    factor = 0.5 ** (1 / RELAX_STEPS)
-
-    def of(value: float, largest: float) -> float:
-        return value * factor if value * factor >= NEGLIGIBLE * largest else 0.0
 
     return {
         "beta": of(state.beta, config.max_beta),

@@ -55,24 +55,15 @@ def test_measures_follow_one_another_while_damage_lasts():
     assert decide(ACT, states[-1], 106, HEALTHY, True) == (states[-1], [])
 
 
-def test_beta_and_lambda_rise_to_their_bounds_and_decay_when_healthy(monkeypatch):
-    monkeypatch.setattr(guard, "RELAX_STEPS", 10)
+def test_beta_and_lambda_rise_to_their_bounds_and_stay():
     states, actions = follow([HEALTHY] * 40 + [DAMAGE] * 6 + [HEALTHY] * 100)
     betas = [state.beta for state in states]
     first = next(i for i, beta in enumerate(betas) if beta)
-    assert betas[first : first + 4] == [0.2, 0.4, 0.8, 0.8]
-    assert max(betas) == 0.8
-    assert max(state.lambda_ for state in states) == 0.4
+    assert betas[first : first + 3] == [0.2, 0.4, 0.8]
+    assert set(betas[first + 3 :]) == {0.8}
     assert states[first].lambda_ == 0.1
+    assert states[-1].lambda_ == 0.4
     assert [name for _, name in names(actions)] == ["warned", "raised", "recovered"]
-    peak = len(betas) - betas[::-1].index(0.8)
-    later = betas[peak : peak + 10]
-    assert later == sorted(later, reverse=True)
-    assert betas[peak + 9] == pytest.approx(0.4)
-    last = max(i for i, state in enumerate(states) if state.warned and not state.quiet)
-    assert betas[last : last + 6] == [0.8] * 6  # the window of the recent means
-    assert betas[last + 6] < 0.8
-    assert betas[-1] == states[-1].lambda_ == 0
     assert states[-1].measure == "none"
 
 
