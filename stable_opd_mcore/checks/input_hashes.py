@@ -29,7 +29,10 @@ _PIECES, _PIECE_BYTES = 64, 64 * 2**10
 
 
 def inputs_of(config: Config) -> dict[str, dict[str, Any]]:
-    """Setting -> its path, and size and hash of each file there; hub ids have a commit."""
+    """The path of each setting, and size and hash of each file there.
+
+    Hub ids are left out: their commit is itself a setting.
+    """
     found: dict[str, dict[str, Any]] = {}
     places = dict(_places(config))
     tokenizer = config.tokenizer.path or config.student.path

@@ -12,7 +12,6 @@ from stable_opd_mcore.data.tokenizer_backend import special_token
 from stable_opd_mcore.host.json_files import read_json_object
 
 _TEMPLATE = "chat template"  # its name among ModelFiles.stop_sources
-# What changes which tokens can be sampled; the config has its own temperature and penalties.
 # Keys of generation_config.json that do not change what is sampled, or are read elsewhere
 _OTHER_GENERATION_KEYS = {
     "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length",

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from stable_opd_mcore.config.section import Section, Url
+from stable_opd_mcore.host.hub import COMMIT
 
 
 class ModelConfig(Section):
@@ -14,7 +15,7 @@ class ModelConfig(Section):
     """Directory with config.json and weights: safetensors, or a Megatron distributed checkpoint. Or
     a hub id (`Qwen/Qwen2.5-Math-7B`) with `revision`, which is downloaded where there is a
     network."""
-    revision: str | None = Field(default=None, pattern="^[0-9a-f]{40}$")
+    revision: str | None = Field(default=None, pattern=f"^{COMMIT}$")
     """The commit of a hub id in `path`, 40 hex digits. No code of it is run."""
     architecture: dict[str, Any] | None = None
     """The fields of a config.json, inline. The weights are random and follow from `train.seed`."""

@@ -1,4 +1,4 @@
-"""Rows of what the datasets library reads: a folder of files, a saved data set, a hub id."""
+"""Rows that the datasets library reads: from a folder of files, a saved data set or a hub id."""
 
 # Not strict: datasets has no types.
 # pyright: basic
@@ -26,8 +26,8 @@ _SHARD = re.compile(r"(.*[-_.])(\d+)-of-(\d+)(?!\d).*")
 def _refuse_unread_files(folder: Path, read: Iterable[str]) -> None:
     """Refuse a folder with data files that are not among those `read`, which are of all splits.
 
-    `datasets` reads the most frequent kind of file, and passes over files that neither README.md
-    nor their names give to a split if it finds some that are.
+    `datasets` reads only the most frequent kind of file. Where README.md or names give some files
+    to a split, it passes over the others.
     """
     known = set(map(os.path.realpath, read))
     unread: list[str] = []
@@ -64,7 +64,7 @@ def _refuse_missing_shards(folder: Path, read: Iterable[str]) -> None:
 
 
 def _files_of_splits(path: str) -> dict[str, list[str]]:
-    """The files that `datasets` finds in a folder, by split, of all its configurations."""
+    """The files that `datasets` finds in a folder, by split. All configurations count."""
     import datasets
 
     found: dict[str, list[str]] = {}
@@ -77,7 +77,7 @@ def _files_of_splits(path: str) -> dict[str, list[str]]:
 
 
 def read_dataset(source: SourceConfig) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number from 0, columns) of each row of the source's split.
+    """Yield (number, columns) of each row of the source's split; numbers begin at 0.
 
     Raises:
         DataError: nothing there, data files that would not be read, no such split, or a hub id

@@ -22,7 +22,7 @@ from stable_opd_mcore.data.messages import parse_messages, tool_names
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, SYNTHETIC, arithmetic_rows
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.host.hub import is_hub_id
+from stable_opd_mcore.host.hub import COMMIT, is_hub_id
 from stable_opd_mcore.host.json_files import object_in_line
 
 Record = Mapping[str, Any]
@@ -30,7 +30,6 @@ Record = Mapping[str, Any]
 _DEFAULT_COLUMNS = ColumnsConfig()
 _BATCH_ROWS = 64
 _MAX_LINE_BYTES = 64 * 2**20
-_COMMIT = re.compile("[0-9a-f]{40}")
 
 _GSM8K_ANSWER = re.compile(r"\n?####[ \t]*([^\n]+?)\s*\Z")
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -62,7 +61,7 @@ def load_rows(
             replace(row, columns=_kept(vars(row), with_columns, required, row.row_id))
             for row in rows
         ]
-    if is_hub_id(source.path) and not _COMMIT.fullmatch(str(source.options.get("revision"))):
+    if is_hub_id(source.path) and not re.fullmatch(COMMIT, str(source.options.get("revision"))):
         raise DataError(
             f"{source.path}: no such file or directory here, and no commit to download from the "
             "hub: correct data.*.path, or give data.*.options a revision, a commit of 40 hex digits"

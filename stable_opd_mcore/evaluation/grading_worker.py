@@ -136,7 +136,7 @@ def _numbers_differ(given: Any, gold: Any) -> bool:
 
 
 def _other_places(given: Any, gold: Any) -> bool:
-    """Whether math-verify, which compares sorted sets, takes two different lists for equal.
+    """Whether math-verify calls two different lists equal. It compares sorted sets.
 
     2,1 has other values for the names of x=1,y=2, and 1,2,2 has another number twice than 1,1,2.
     """

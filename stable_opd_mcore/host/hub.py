@@ -29,6 +29,7 @@ IMAGE_FILES = (
     "processor_config.json",
 )
 MODEL_FILES = (*TOKENIZER_FILES, *IMAGE_FILES, "model.safetensors.index.json", "*.safetensors")
+COMMIT = "[0-9a-f]{40}"  # the pattern of a commit
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
