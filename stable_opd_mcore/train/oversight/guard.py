@@ -5,8 +5,7 @@
 Metrics are global, so every rank decides the same; the state is part of the checkpoint, so a
 resumed run decides the same again. Symptoms (monitoring/onset.py) are a warning. Damage starts
 measures (measures.py), one after the other, each after the earlier one had PATIENCE steps to help:
-raise beta and lambda, roll back, stop. Beta and lambda stay raised: halved every 50 steps, they let
-a language model break again (docs/evidence/guard.md).
+raise beta and lambda, roll back, stop. Beta and lambda stay raised.
 """
 
 from collections.abc import Mapping
