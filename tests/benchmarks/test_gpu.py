@@ -1,8 +1,8 @@
 """The GPU suite: a part that fails or hangs does not stop the next, and the tables say so."""
 
+import importlib
 import json
 import re
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -19,6 +19,7 @@ from benchmarks.gpu.parts import layers, loss, step
 from benchmarks.gpu.record import Record, read_entries
 from benchmarks.gpu.report import JSON_FILE, MARKDOWN_FILE, write_results
 from benchmarks.gpu.suite import PARTS, Part, run_part
+from tests.parallel.launch import start_process
 
 # Stands in for `python -m benchmarks.gpu.part`, whose imports take seconds: NAME RECORD DEVICE ...
 PROGRAM = """
@@ -104,15 +105,17 @@ def test_limits_of_all_parts_fit_ten_minutes():
     assert sum(part.limit_seconds for part in PARTS) <= 600
 
 
+def import_parts_without_pytest() -> None:
+    sys.modules["pytest"] = None  # type: ignore[assignment]
+    for part in PARTS:
+        assert callable(importlib.import_module(f"benchmarks.gpu.parts.{part.name}").run)
+
+
 def test_parts_need_no_pytest():
     """A GPU machine may lack it."""
-    modules = [f"benchmarks.gpu.parts.{part.name}" for part in PARTS]
-    code = "import importlib, sys; sys.modules['pytest'] = None\n"
-    code += f"for name in {modules}: assert callable(importlib.import_module(name).run)"
-    finished = subprocess.run(
-        [sys.executable, "-c", code], cwd=bundle.ROOT, capture_output=True, text=True, check=False
-    )
-    assert not finished.returncode, finished.stderr
+    process = start_process(import_parts_without_pytest)
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_products_of_golden_solutions_are_only_the_students(tmp_path):

@@ -39,9 +39,9 @@ def play(goal: int, seed: int, say: Callable[[int], str]) -> tuple[list[int], fl
 
 
 def test_the_lift_goes_two_floors_at_most_and_slips_one_time_in_five():
-    first = [play(4, seed, lambda floor: "4-0=4;[4]")[0][1] for seed in range(1000)]
+    first = [play(4, seed, lambda floor: "4-0=4;[4]")[0][1] for seed in range(300)]
     assert set(first) == {2, 3}
-    assert first.count(3) / 1000 == pytest.approx(SLIP, abs=0.04)
+    assert first.count(3) / 300 == pytest.approx(SLIP, abs=0.07)
     assert play(4, 1, lambda floor: "[1]$w")[0] == [0] * 7  # no distance at the end
     assert play(1, 1, lambda floor: "[0]") == ([0], 0.0)  # not at the goal
     assert play(0, 1, lambda floor: "[0]") == ([0], 1.0)

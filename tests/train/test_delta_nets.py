@@ -62,8 +62,11 @@ def on_every_layout(rank: int, world_size: int, directory: str) -> None:
     for name, (layouts, student) in RUNS.items():
         models = {"student": {"architecture": student}}
         train_through(layouts, config_of, path, name, **models)
-    parallel = {"tensor": 2, "pipeline": 2}
-    bf16: dict[str, Any] = {"parallel": parallel, "train": {"precision": "bf16"}}
+
+
+def in_bf16(rank: int, world_size: int, directory: str) -> None:
+    path = Path(directory)
+    bf16: dict[str, Any] = {"parallel": {"tensor": 2}, "train": {"precision": "bf16"}}
     train(config_of(path, "bf16", 2, **bf16), show_progress=False)
     for steps in (1, 2):
         train(config_of(path, "bf16_resumed", steps, **bf16), show_progress=False)
@@ -74,6 +77,7 @@ def runs(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("runs")
     run_ranks(1, on_one_rank, str(directory))
     run_ranks(4, on_every_layout, str(directory))
+    run_ranks(2, in_bf16, str(directory))
     return directory
 
 

@@ -42,12 +42,10 @@ DENSE_LAYOUTS = {
 EXPERT_LAYOUTS = {
     "ep2_tp2": {"expert": 2, "tensor": 2, "sequence": True},
     "cp2_ep2": {"expert": 2, "context": 2},
-    "ep2_pp2": {"expert": 2, "pipeline": 2},
 }
 SHARED_LAYOUTS = {
     "ep4_tp2": {"expert": 4, "tensor": 2, "sequence": True},
-    "tp2_pp2": {"tensor": 2, "pipeline": 2, "sequence": True},
-    "ep2": {"expert": 2},
+    "ep2_pp2": {"expert": 2, "pipeline": 2},
 }
 LORA = {"rank": 4, "alpha": 8.0, "expert_rank": 2}
 KEYS = ("loss/total", "loss/pg", "loss/kl", "grad_norm", "logprob/rollout_gap_max")
@@ -62,8 +60,8 @@ def config_of(directory: Path, name: str, steps: int, **sections: Any) -> Config
     return short_config(directory, name, steps, **given | sections)
 
 
-MOVING_LAYOUTS = {name: DENSE_LAYOUTS[name] for name in ("tp2_pp2", "tp2_sp_cp2", "dp4")}
-MOVING: dict[str, Any] = {"reference": {"update": "every", "every": 2}}
+MOVING_LAYOUTS = {name: DENSE_LAYOUTS[name] for name in ("tp2_pp2", "tp2_sp_cp2")}
+MOVING: dict[str, Any] = {"reference": {"update": "every", "every": 1}}
 EXPERTS = {"student": {"architecture": MIXTURE, "lora": LORA}}  # two layers
 # Gated delta nets, experts and a shared expert
 SHARED = {"student": {"architecture": tiny.config("qwen3_5_moe", **SIZES), "lora": LORA}}
@@ -72,7 +70,7 @@ SHARED = {"student": {"architecture": tiny.config("qwen3_5_moe", **SIZES), "lora
 def on_one_rank(rank: int, world_size: int, directory: str) -> None:
     path = Path(directory)
     train(config_of(path, "dense", len(DENSE_LAYOUTS)), show_progress=False)
-    train(config_of(path, "moving", 3, **MOVING), show_progress=False)
+    train(config_of(path, "moving", len(MOVING_LAYOUTS), **MOVING), show_progress=False)
     train(config_of(path, "experts", len(EXPERT_LAYOUTS), **EXPERTS), show_progress=False)
     train(config_of(path, "shared", len(SHARED_LAYOUTS), **SHARED), show_progress=False)
 
@@ -99,8 +97,10 @@ def runs(tmp_path_factory) -> Path:
 def test_every_layout_gives_the_numbers_of_one_rank(runs, name):
     expected, found = metrics_of(runs / name), metrics_of(runs / f"{name}_resumed")
     rounding = 1e-3 if name == "shared" else 1e-4
-    assert len(found) == len(expected) > 2
-    assert expected[0]["loss/kl"] == 0 < expected[1]["loss/kl"]  # to the student without factors
+    assert len(found) == len(expected) > 1
+    assert expected[0]["loss/kl"] == 0  # to the student without factors
+    # A reference that follows takes the factors.
+    assert (abs(expected[1]["loss/kl"]) < 1e-6) == (name == "moving")
     for key in KEYS:
         wanted = [row[key] for row in expected]
         tolerance = 1e-5 if key.endswith("gap_max") else 1e-7
@@ -201,12 +201,6 @@ def test_a_resume_in_bf16_is_exact(runs):
         for name in ("bf16", "bf16_resumed")
     ]
     assert all(torch.equal(tensor, pairs[1][key]) for key, tensor in pairs[0].items())
-
-
-def test_a_reference_that_follows_takes_the_factors(runs):
-    fixed, moving = metrics_of(runs / "dense"), metrics_of(runs / "moving")
-    assert moving[1]["loss/kl"] == fixed[1]["loss/kl"]
-    assert abs(moving[2]["loss/kl"]) < 1e-6 < fixed[2]["loss/kl"]  # the student after step 2
 
 
 def test_only_the_matrices_of_layers_differ_in_the_trained_model(runs):
