@@ -72,6 +72,7 @@ OF_A_RUN: Checks = {
     "models": (
         model_directories.student_settings,
         model_directories.teacher_settings,
+        model_directories.reference_settings,
         model_directories.weights,
         model_directories.adapter,
         model_directories.untrained_stops,

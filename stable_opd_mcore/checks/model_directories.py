@@ -1,6 +1,7 @@
 """Models that a run reads: config.json, and the names, shapes and types of their weights."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from os import SEEK_END
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,14 @@ from typing import Any
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.cold_start import cold_start_config
+from stable_opd_mcore.data.tokenizer_backend import has_tokenizer
+from stable_opd_mcore.data.vocabulary import read_vocabulary, same_vocabulary
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.unread_settings import unread_settings
 
 _END_BYTES = 65536
+_MAY_DIFFER = {"max_positions", "tied", "initializer_range"}  # between student and reference
 _MANY_ROWS = 8  # rows of a head that are enough to tell what rows without a token look like
 
 
@@ -26,6 +32,33 @@ def teacher_settings(inputs: RunInputs) -> Iterator[Finding]:
     if inputs.teacher_architecture is not None:
         source = inputs.teacher_architecture.source
         yield from _not_implemented("config.json", "teacher", unread_settings(source))
+
+
+def reference_settings(inputs: RunInputs) -> Iterator[Finding]:
+    """A reference that is not of the student's architecture and vocabulary, as which it is
+    computed. Its window may differ, and the head's tie, which its weights show.
+    """
+    student, path = inputs.config.student, inputs.config.reference.path
+    if not inputs.config.largest_beta or path is None or not (Path(path) / "config.json").is_file():
+        return
+    own = read_architecture(path, window=student.window, rope_theta=student.rope_theta)
+    names = [each.name for each in fields(own) if each.compare and each.name not in _MAY_DIFFER]
+    values = {name: (getattr(own, name), getattr(inputs.architecture, name)) for name in names}
+    if other := {name: pair for name, pair in values.items() if pair[0] != pair[1]}:
+        said = ", ".join(f"{name}={a!r} (the student has {b!r})" for name, (a, b) in other.items())
+        raise UserError(
+            f"{Path(path) / 'config.json'}: {said}; expected the student's architecture, as which "
+            "the reference is computed: set reference.path to a model of it, or correct the file"
+        )
+    yield from _not_implemented("config.json", "reference", unread_settings(own.source))
+    if has_tokenizer(path):
+        vocabulary = read_vocabulary(path)
+        renamed = same_vocabulary(
+            inputs.tokenizer, vocabulary, "set reference.path to a model of it"
+        )
+        both = [each for each in renamed if each.first is not None and each.second is not None]
+        for each in both[:1]:
+            yield finding("reference-token", id=each.token_id, student=each.first, own=each.second)
 
 
 def _not_implemented(file: str, role: str, found: Mapping[str, Any]) -> Iterator[Finding]:

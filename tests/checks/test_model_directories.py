@@ -148,6 +148,29 @@ def test_a_teacher_with_the_students_weights_and_prompt_is_found(tmp_path, model
     assert list(model_directories.same_weights(RunInputs(config, None))) == []
 
 
+def test_a_reference_that_is_not_as_the_student_is_refused_or_found(tmp_path, model):
+    student = {"path": model[0], "architecture": None}
+
+    def found(**changes):
+        path = write_model(tmp_path / "reference", **changes)
+        config = tiny_config(tmp_path, "run", student=student, tokenizer={"path": None},
+                             reference={"path": path}, kl={"beta": 0.1})  # fmt: skip
+        return [
+            each.values[0] for each in model_directories.reference_settings(RunInputs(config, None))
+        ]
+
+    assert found(max_position_embeddings=64, initializer_range=0.1) == []
+    assert found(attention_scale=2.0) == [("reference", "attention_scale=2.0")]
+    assert found(rename={"<|box_start|>": "<box>"}) == [("student", "'<|box_start|>'")]
+    for changes, words in (
+        ({"rms_norm_eps": 1e-3}, r"rms_norm_eps=0\.001 \(the student has 1e-06\); expected the"),
+        ({"rope_theta": 7e4}, r"config\.json: rotary=Rotary\(size=8, theta=70000\.0"),
+        ({"swap": ("a", "b")}, "have different tokenizers"),
+    ):
+        with pytest.raises(UserError, match=words):
+            found(**changes)
+
+
 def test_an_adapter_of_another_model_is_found(tmp_path, model, monkeypatch):
     monkeypatch.setattr(peft_directory, "check_adapter", lambda *_: {})  # its tensors
     student = {"path": model[0], "architecture": None, "lora": {"path": str(tmp_path)}}
