@@ -8,7 +8,6 @@ from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.fp8 import refuse_fp8
 from stable_opd_mcore.planning.hardware import DEVICES, GIB
-from stable_opd_mcore.planning.known_models import models_in_trainer
 from stable_opd_mcore.planning.layout import layout_of, refuse_layout
 from stable_opd_mcore.planning.planned_run import plan_topology
 from stable_opd_mcore.run_inputs import (
@@ -77,17 +76,19 @@ def memory(inputs: RunInputs) -> Iterator[Finding]:
 
 
 def precision(inputs: RunInputs) -> Iterator[Finding]:
-    """A teacher that loses bits when it is loaded; responses sampled in another precision."""
+    """A model that loses bits when it is loaded; responses sampled in another precision."""
     config = inputs.config
     trained = {"fp32": "float32", "bf16": "bfloat16"}[config.train.precision]
-    settings = models_in_trainer(config).get("teacher")
-    loaded = inputs.teacher_architecture
-    if config.train.precision == "bf16" and settings and settings.path and loaded:
-        # imports Megatron, which takes seconds
-        from stable_opd_mcore.models.huggingface import stored_dtypes
+    loaded = {role: (settings.path, model) for role, (settings, model) in inputs.models.items()}
+    if config.largest_beta:
+        loaded["reference"] = config.reference.path, inputs.architecture
+    for role, (path, model) in loaded.items():
+        if config.train.precision == "bf16" and path is not None:
+            # imports Megatron, which takes seconds
+            from stable_opd_mcore.models.huggingface import stored_dtypes
 
-        stored = stored_dtypes(settings.path, loaded)
-        if stored - {"BF16"}:
-            yield finding("teacher-loses-bits", stored=", ".join(sorted(stored)))
+            stored = stored_dtypes(path, model)
+            if stored - {"BF16"}:
+                yield finding("loses-bits", role=role, stored=", ".join(sorted(stored)))
     if inputs.objective.needs_rollouts and config.fp8.student is not None:
         yield finding("sampled-without-fp8", fp8=config.fp8.student, trained=trained)

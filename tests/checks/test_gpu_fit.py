@@ -58,20 +58,19 @@ def test_the_fact_is_the_memory_of_the_plan(tmp_path):
 @pytest.mark.parametrize(
     ("stored", "said", "found"),
     [
-        (torch.float16, "bfloat16", ["F16"]),
-        (torch.float32, "bfloat16", ["F32"]),
+        (torch.float16, "bfloat16", ["F16"] * 3),
+        (torch.float32, "bfloat16", ["F32"] * 3),
         (torch.bfloat16, "float32", []),
         (torch.bfloat16, "bfloat16", []),
     ],
 )
-def test_a_teacher_whose_files_have_more_bits_than_it_scores_in_is_found(
-    stored, said, found, tmp_path
-):
+def test_models_whose_files_have_more_bits_than_are_loaded_are_found(stored, said, found, tmp_path):
     path = write_model(tmp_path / "model", torch_dtype=said, vocab_size=261)
     shapes = hf_shapes(read_architecture(path))
     tensors = {name: torch.zeros(shape, dtype=stored) for name, shape in shapes.items()}
     save_file(tensors, f"{path}/model.safetensors")
     models = {name: {"path": path, "architecture": None} for name in ("student", "teacher")}
+    models |= {"reference": {"path": path}, "kl": {"beta": 0.1}}
     config = tiny_config(
         tmp_path, "run", tokenizer={"path": None}, train={"precision": "bf16"}, **models
     )
