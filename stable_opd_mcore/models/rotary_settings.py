@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ORIGINAL = "original_max_position_embeddings"
+# Keys of YaRN that servers (SGLang, vLLM) read, and transformers does not
+_OF_SERVERS = ("attn_factor", "apply_yarn_scaling", "extrapolation_factor")
 # rope_type -> the keys of `rope_parameters` that it needs, and those that it also reads
 _NEEDED = {
     "default": (),
@@ -24,6 +26,7 @@ _NEEDED = {
 _OPTIONAL = {
     "yarn": (
         "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+        *_OF_SERVERS,
     ),
 }  # fmt: skip
 
@@ -132,21 +135,45 @@ def read_rotary(fields: Fields, head_dim: int, share: float, *, must_say: bool =
             "not supported; expected partial_rotary_factor=1: remove the scaling (the window is "
             "then the original one), or take another model"
         )
-    return Rotary(
-        size,
-        theta,
-        RotaryScaling(
-            kind=kind,
-            factor=inner.number("factor", 1.0),
-            low_freq_factor=inner.number("low_freq_factor", 1.0),
-            high_freq_factor=inner.number("high_freq_factor", 4.0),
-            original_max_positions=int(inner.number(_ORIGINAL, 8192)),
-            beta_fast=inner.number("beta_fast", 32.0),
-            beta_slow=inner.number("beta_slow", 1.0),
-            truncate=inner.flag("truncate", default=True),
-            attention_factor=_attention_factor(inner) if kind == "yarn" else 1.0,
-        ),
+    scaling = RotaryScaling(
+        kind=kind,
+        factor=inner.number("factor", 1.0),
+        low_freq_factor=inner.number("low_freq_factor", 1.0),
+        high_freq_factor=inner.number("high_freq_factor", 4.0),
+        original_max_positions=int(inner.number(_ORIGINAL, 8192)),
+        beta_fast=inner.number("beta_fast", 32.0),
+        beta_slow=inner.number("beta_slow", 1.0),
+        truncate=inner.flag("truncate", default=True),
+        attention_factor=_attention_factor(inner) if kind == "yarn" else 1.0,
     )
+    if kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise UserError(
+            f"{origin}: low_freq_factor={scaling.low_freq_factor:g} should be below "
+            f"high_freq_factor={scaling.high_freq_factor:g}; correct config.json"
+        )
+    if kind == "yarn":
+        _refuse_another_reading(inner, scaling)
+    return Rotary(size, theta, scaling)
+
+
+def _refuse_another_reading(given: Fields, scaling: RotaryScaling) -> None:
+    """Raise a UserError where servers would read another model out of `_OF_SERVERS`."""
+    if given.get("extrapolation_factor") not in (None, 1):
+        raise UserError(
+            f"{given.origin}: extrapolation_factor={given.get('extrapolation_factor')!r} is not "
+            "supported; expected 1: take another model"
+        )
+    named = {key: given.get(key) for key in _OF_SERVERS if given.get(key) is not None}
+    served = given.number("attn_factor", 1.0) if "attn_factor" in named else 1.0
+    if given.flag("apply_yarn_scaling", default=True):
+        served *= _attention_factor(Fields(given.origin, {"factor": scaling.factor}))
+    if named and not math.isclose(served, scaling.attention_factor, rel_tol=1e-6):
+        raise UserError(
+            f"{given.origin}: {named} of YaRN, which servers read and transformers does not: they "
+            f"multiply queries and keys by {served:.6g}, it by {scaling.attention_factor:.6g}; "
+            f"expected one meaning: add attention_factor={served!r} if the servers are right, or "
+            "remove these keys"
+        )
 
 
 def _given(fields: Fields, must_say: bool) -> Mapping[str, Any]:
@@ -225,9 +252,12 @@ def unread_rotary_settings(
     name = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
     given = _object(Fields("config.json", settings), name)
     kind = _kind(given, "config.json")
+    # Of two ways to give YaRN's attention_factor one is read, and mscale only with mscale_all_dim.
     read = {"rope_type", *_NEEDED[kind["rope_type"]], *_OPTIONAL.get(kind["rope_type"], ())}
+    if given.get("attention_factor") or not (given.get("mscale") and given.get("mscale_all_dim")):
+        read -= {"mscale", "mscale_all_dim"}
     for key in sorted(kind.keys() - read):
-        if given[key]:
+        if given[key] is not None:
             yield f"{name}.{key}", given[key]
     if not has_share and given.get("partial_rotary_factor") not in (None, 1):
         yield f"{name}.partial_rotary_factor", given["partial_rotary_factor"]

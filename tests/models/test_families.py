@@ -88,6 +88,26 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             "truncate='no' should be true or false",
         ),
         (
+            {"rope_parameters": YARN | {"rope_theta": 1e4, "attn_factor": 0.8782488562869419}},
+            r"{'attn_factor': 0.87.* by 1, it by 1.13863; expected .* add attention_factor=1\.0 if",
+        ),
+        (
+            {"rope_parameters": YARN | {"rope_theta": 1e4, "apply_yarn_scaling": False}},
+            r"{'apply_yarn_scaling': False} of YaRN, which servers read",
+        ),
+        (
+            {"rope_parameters": YARN | {"rope_theta": 1e4, "extrapolation_factor": 0.5}},
+            "extrapolation_factor=0.5 is not supported; expected 1",
+        ),
+        (
+            {
+                "rope_parameters": YARN
+                | {"rope_type": "llama3", "rope_theta": 1e4}
+                | {"low_freq_factor": 4.0, "high_freq_factor": 1.0}
+            },
+            "low_freq_factor=4 should be below high_freq_factor=1",
+        ),
+        (
             {"rope_parameters": YARN | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor=0.5 with rope_type 'yarn' is not supported for qwen3",
         ),
@@ -183,7 +203,15 @@ def test_published_rotary_settings_are_all_read(name: str) -> None:
     ("rotary", "found"),
     [
         ({"rope_type": "default", "factor": 4.0}, {"factor": 4.0}),
-        (YARN | {"attn_factor": 2.0}, {"attn_factor": 2.0}),
+        (YARN | {"ext_factor": 0}, {"ext_factor": 0}),
+        (YARN | {"mscale": 1.0}, {"mscale": 1.0}),
+        (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, {}),
+        (
+            YARN | {"mscale": 1, "mscale_all_dim": 1, "attention_factor": 1.1},
+            {"mscale": 1, "mscale_all_dim": 1},
+        ),
+        # DeepSeek-R1-0528-Qwen3-8B's, and what makes it the same model to transformers
+        (YARN | {"attn_factor": 0.8782488562869419, "attention_factor": 1.0}, {}),
         ({"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
         ({"partial_rotary_factor": 1.0}, {}),
     ],
