@@ -66,6 +66,7 @@ _PLAIN = {
 }
 _NO_ATTENTION_BIAS = {"attention_bias": False}
 _ALL_LAYERS_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_NO_LAYERS = {"mlp_only_layers": (None,)}
 _QWEN3: dict[str, Any] = {
     "qkv_bias": False,
     "qk_norm": True,
@@ -109,6 +110,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=False,
         qk_norm=True,
         supported=_PLAIN | _NO_ATTENTION_BIAS | _ALL_LAYERS_SPARSE,
+        spellings=_NO_LAYERS,
         expert_width="moe_intermediate_size",
     ),
     "llama": Family(
@@ -132,7 +134,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"norm_topk_prob": True},
         joined_delta_nets=True,
         carried=("mtp.",),
-        **_HYBRID,
+        **_HYBRID | {"spellings": _HYBRID["spellings"] | _NO_LAYERS},
         **_SHARED_EXPERT,
     ),
     "gpt_oss": Family(
