@@ -14,6 +14,8 @@ from typing import Any
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.json_files import read_json_object
 
+READ_OUTSIDE = ("model_type", "tie_word_embeddings")  # transformers does not read text_config's
+
 
 def read_fields(source: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The fields of a config.json, unchecked but for text_config, and its name for errors.
@@ -50,9 +52,7 @@ def decoder_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     outer = dict(settings)
     text = outer.pop("text_config", None) or {}
-    # transformers reads these two outside text_config.
-    kept = {key: outer[key] for key in ("model_type", "tie_word_embeddings") if key in outer}
-    return outer | text | kept
+    return outer | {key: value for key, value in text.items() if key not in READ_OUTSIDE}
 
 
 def is_mxfp4(settings: Mapping[str, Any]) -> bool:

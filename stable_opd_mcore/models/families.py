@@ -9,6 +9,7 @@ from typing import Any
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.config_fields import (
+    READ_OUTSIDE,
     Fields,
     decoder_settings,
     is_mxfp4,
@@ -16,7 +17,11 @@ from stable_opd_mcore.models.config_fields import (
 )
 from stable_opd_mcore.models.family import FAMILIES, Family
 from stable_opd_mcore.models.layer_types import LINEAR, SLIDING, layers_of_type, read_layer_types
-from stable_opd_mcore.models.rotary_settings import Rotary, read_rotary
+from stable_opd_mcore.models.rotary_settings import Rotary, RotaryScaling, read_rotary
+from stable_opd_mcore.models.unread_settings import read_keys
+
+# Two names of one setting. transformers reads one of them, or the one that comes last in the file.
+_SYNONYMS = (("num_experts", "num_local_experts"), ("num_experts_per_tok", "experts_per_token"))
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,8 @@ def read_architecture(
     fields = Fields(origin, family.with_defaults(decoder_settings(settings)))
     _refuse_unsupported(fields, family)
     heads, groups, head_dim = _heads(fields)
+    rotary = read_rotary(fields, head_dim, family.rotary_share, must_say=family.stretched)
+    _refuse_disagreements(fields, family, settings, rotary.scaling)
     types = read_layer_types(
         fields, delta_nets=family.delta_nets, sliding_windows=family.sliding_windows
     )
@@ -174,7 +181,7 @@ def read_architecture(
         vocab_size=fields.count("vocab_size"),
         max_positions=fields.count("max_position_embeddings"),
         rms_norm_eps=eps,
-        rotary=read_rotary(fields, head_dim, family.rotary_share, must_say=family.stretched),
+        rotary=rotary,
         tied=tied,
         initializer_range=fields.number("initializer_range", 0.02),
         delta_net=_delta_net(fields) if delta_layers else None,
@@ -213,6 +220,27 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
                 f"{fields.origin}: {key}={found!r} is not supported for {model_type}; "
                 f"expected {wanted!r}; correct config.json if the weights are not of that kind, "
                 "else take another model"
+            )
+
+
+def _refuse_disagreements(
+    fields: Fields, family: Family, settings: Mapping[str, Any], scaling: RotaryScaling | None
+) -> None:
+    """Raise a UserError for two values of one setting, by two names or in and outside text_config,
+    of which transformers may read the other."""
+    pairs = [(a, fields.get(a), b, fields.get(b)) for a, b in _SYNONYMS]
+    if scaling is not None:
+        original, again = "original_max_position_embeddings", "initial_context_length"
+        pairs.append((original, scaling.original_max_positions, again, fields.get(again)))
+    if family.text_type:
+        text = settings["text_config"]
+        outside = read_keys(family) & settings.keys() - {"initializer_range", *READ_OUTSIDE}
+        pairs += [(f"text_config.{k}", text.get(k, "absent"), k, settings[k]) for k in outside]
+    for first, value, second, other in sorted(pairs, key=str):
+        if None not in (value, other) and value != other:
+            raise UserError(
+                f"{fields.origin}: {first}={value!r:.60} and {second}={other!r:.60} differ; keep "
+                "the right one, or make them equal"
             )
 
 

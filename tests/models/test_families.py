@@ -1,5 +1,6 @@
 """Architectures are read from config.json; a wrong one is refused with the file and the key."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -146,11 +147,67 @@ def test_settings_that_switch_something_on_are_named_and_those_of_transformers_a
     assert unread_settings(read_architecture(fields).source) == {}
     found = {"auto_map": {"AutoModelForCausalLM": "a.B"}, "final_logit_softcapping": 30.0}
     inner = fields.get("text_config", fields)
-    inner |= found | {"residual_multiplier": None, "use_bias": False}
+    found |= {"attention_dropout": 0.1, "use_bias": False, "attention_layers": []}
+    inner |= found | {"residual_multiplier": None, "use_mrope": False}
     inner["rope_parameters"] |= {"ext_factor": 1.0, "mscale": None}
     assert unread_settings(fields) == found | {"rope_parameters.ext_factor": 1.0}
     inner["auto_map"] = {"AutoConfig": "a.B", "AutoTokenizer": ["a.B", None]}
     assert "auto_map" not in unread_settings(fields)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("qwen3_moe", {"num_local_experts": 4}, "num_experts=8 and num_local_experts=4 differ"),
+        ("gpt_oss", {"num_experts": 4}, "num_experts=4 and num_local_experts=8 differ"),
+        ("gpt_oss", {"experts_per_token": 2}, "num_experts_per_tok=3 and experts_per_token=2"),
+        ("gpt_oss", {"initial_context_length": 8}, "original_max_position_embeddings=64 and"),
+        ("qwen3_5", {"rms_norm_eps": 1e-3}, "text_config.rms_norm_eps=1e-06 and rms_norm_eps=0.00"),
+        (
+            "qwen3_5",
+            {"full_attention_interval": 2},
+            "text_config.full_attention_interval=.absent. a",
+        ),
+        ("qwen3_moe", {"num_local_experts": 8}, None),
+        ("gpt_oss", {"experts_per_token": 3, "initial_context_length": 64}, None),
+        ("qwen3_5", {"rms_norm_eps": 1e-6, "initializer_range": 0.5}, None),
+    ],
+)
+def test_two_values_of_one_setting_are_refused(model_type, changes, message) -> None:
+    fields = tiny.config(model_type) | changes
+    if message is None:
+        assert read_architecture(fields) == tiny.architecture(model_type)
+        assert unread_settings(fields) == {}
+    else:
+        with pytest.raises(ValueError, match=message):
+            read_architecture(fields)
+
+
+@pytest.mark.parametrize("outside", [True, False, None])
+@pytest.mark.parametrize("inside", [True, False, None])
+def test_heads_of_models_with_other_parts_are_tied_as_by_transformers(outside, inside) -> None:
+    fields, key = tiny.config("qwen3_5"), "tie_word_embeddings"
+    for each, value in ((fields, outside), (fields["text_config"], inside)):
+        each.pop(key)
+        each |= {} if value is None else {key: value}
+    tied = read_architecture(fields).tied
+    model = tiny.transformer(copy.deepcopy(fields), 0)
+    assert tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+    listed = {} if inside in (None, tied) else {f"text_config.{key}": inside}
+    assert unread_settings(fields) == listed
+
+
+def test_a_sliding_window_that_a_llama_does_not_have_is_named() -> None:
+    fields = tiny.config("llama", sliding_window=4)
+    assert unread_settings(fields) == {"sliding_window": 4}
+    assert unread_settings(fields | {"use_sliding_window": False}) == {}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_next"])
+def test_no_layers_with_one_dense_mlp_may_be_null(model_type: str) -> None:
+    fields = tiny.config(model_type, mlp_only_layers=None)
+    assert read_architecture(fields) == tiny.architecture(model_type)
+    assert AutoConfig.for_model(**fields).mlp_only_layers == []
 
 
 PUBLISHED_ROTARY = {
