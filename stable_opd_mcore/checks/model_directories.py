@@ -1,6 +1,6 @@
 """Models that a run reads: config.json, and the names, shapes and types of their weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from os import SEEK_END
 from pathlib import Path
@@ -8,10 +8,12 @@ from typing import Any
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
+from stable_opd_mcore.checks.pair import EXAMPLE
 from stable_opd_mcore.config.cold_start import cold_start_config
+from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.tokenizer_backend import has_tokenizer
 from stable_opd_mcore.data.vocabulary import read_vocabulary, same_vocabulary
-from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.unread_settings import unread_settings
 
@@ -102,13 +104,42 @@ def adapter(inputs: RunInputs) -> Iterator[Finding]:
     lora = config.student.lora
     if lora is not None and lora.path is not None:
         from stable_opd_mcore.models import peft_directory  # as in `weights`
+        from stable_opd_mcore.models.safetensors_files import weight_files
 
         peft_directory.check_adapter(Path(lora.path), inputs.architecture, lora)
         found = peft_directory.unread_settings(Path(lora.path))
         yield from _not_implemented(peft_directory.CONFIG, "adapter", found)
+        unread = weight_files(Path(lora.path)) - {peft_directory.WEIGHTS}
+        yield from _unread(lora.path, unread, peft_directory.WEIGHTS)
+        yield from _own_tokenizer(inputs, lora.path)
         base = peft_directory.named_base(Path(lora.path))
         if base and config.student.path and Path(base).name != Path(config.student.path).name:
             yield finding("other-base", path=lora.path, base=base, student=config.student.path)
+
+
+def _own_tokenizer(inputs: RunInputs, path: str) -> Iterator[Finding]:
+    """An adapter's tokenizer with another chat template, or other stop ids, than is used."""
+    if not has_tokenizer(path):
+        return
+    try:
+        own = Tokenizer.load(path, inputs.config.student.stop_token_ids)
+    except DataError:  # nothing else reads it
+        return
+    used = inputs.tokenizer.with_template_kwargs({})
+    same_vocabulary(used, own, "give an adapter of this model")
+    fields = {"path": path, "place": used.path}
+    texts = [each.render_prompt(EXAMPLE) for each in (own, used)]
+    if own.has_template and texts[0] != texts[1]:
+        shown = {"own": repr(texts[0]), "used": repr(texts[1])}
+        yield finding("own-tokenizer", what="chat template", **shown, **fields)
+    if not set(own.stop_token_ids) <= set(used.stop_token_ids):
+        ids = {"own": own.stop_token_ids, "used": used.stop_token_ids}
+        yield finding("own-tokenizer", what="stop token", **ids, **fields)
+
+
+def _unread(path: str, files: Collection[str], read: str) -> Iterator[Finding]:
+    if files:
+        yield finding("unread-weights", path=path, files=", ".join(sorted(files)), read=read)
 
 
 def untrained_stops(inputs: RunInputs) -> Iterator[Finding]:
@@ -151,15 +182,20 @@ def weights(inputs: RunInputs) -> Iterator[Finding]:
     if read:
         # imports Megatron, which takes seconds
         from stable_opd_mcore.models.huggingface import check_hf
+        from stable_opd_mcore.models.manifest import MANIFEST, listed_files
         from stable_opd_mcore.models.megatron_checkpoint import (
             is_megatron,
             refuse_factors,
             require_manifest,
         )
+        from stable_opd_mcore.models.safetensors_files import SINGLE, weight_files
 
         for path, architecture in read:
             if is_megatron(path):
                 require_manifest(path)
                 refuse_factors(path)
-            elif unread := check_hf(path, architecture):
-                yield finding("unread-weights", path=path, files=", ".join(unread))
+                unread = weight_files(Path(path)) - listed_files(Path(path))
+                yield from _unread(path, unread, f"the files that {MANIFEST} lists")
+            else:
+                read = f"the tensors of {SINGLE} or its index"
+                yield from _unread(path, check_hf(path, architecture), read)

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
+from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 
 MANIFEST = "manifest.json"
@@ -38,6 +39,11 @@ def write_manifest(directory: Path, gathered: Sequence[Entries]) -> None:
             files[path.name] = _hash(path)
     record = {"files": files, "xxh3": _hash_of_entries(files)}
     (directory / MANIFEST).write_text(json.dumps(record, indent=1, sort_keys=True))
+
+
+def listed_files(directory: Path) -> set[str]:
+    """The names of the files that the manifest of a directory lists."""
+    return set(read_json_object(directory / MANIFEST).get("files") or ())
 
 
 def find_damage(directory: Path) -> str | None:

@@ -69,7 +69,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 # Settings that do not change the product of the factors, or that names and shapes of tensors show
 _WITHOUT_EFFECT = {
     "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "target_parameters",
-    "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "task_type",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "task_type",
     "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version",
     "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying", "loftq_config",
     "eva_config", "corda_config", "lora_ga_config",

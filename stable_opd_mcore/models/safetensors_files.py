@@ -22,11 +22,16 @@ from stable_opd_mcore.models.weights import is_finite
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 BF16 = "BF16"
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors")  # kinds of files of weights
+_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".safetensors"}
 _BLOCKS, _ROWS = 16, 64  # parts of the head that are compared with a tied embedding
 _INDEX_BYTES = 64 * MIB  # experts that are not stacked have many names
 _AGAIN = "download the model again"
 _DTYPES = ("F32", BF16, "F16", "F64")  # safetensors' names
+
+
+def weight_files(directory: Path) -> set[str]:
+    """The names of the files in a directory that hold weights in some program's form."""
+    return {path.name for path in directory.iterdir() if path.suffix in _WEIGHTS}
 
 
 class TensorFiles:
@@ -168,8 +173,7 @@ class TensorFiles:
 
     def unread(self) -> list[str]:
         """Files of weights in the directory that hold none of the model's tensors."""
-        files = (path for path in self.directory.iterdir() if path.suffix in _OTHER_WEIGHTS)
-        return sorted({path.name for path in files} - set(self._file_of.values()))
+        return sorted(weight_files(self.directory) - set(self._file_of.values()))
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """A slice of each dimension of a tensor. Only these bytes are read from the file; where a

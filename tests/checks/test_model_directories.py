@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from safetensors.torch import save_file
 from stable_opd_mcore.checks import model_directories
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models import peft_directory
+from stable_opd_mcore.models import megatron_checkpoint, peft_directory
 from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.manifest import MANIFEST
 from stable_opd_mcore.models.megatron_checkpoint import load_weights
 from stable_opd_mcore.models.tensors import hf_shapes
-from tests.checks.directories import write_model
+from tests.checks.directories import TEMPLATE, write_model
 from tests.train.runs import tiny_config
 
 INDEX = "model.safetensors.index.json"
@@ -122,6 +124,16 @@ def test_a_distributed_checkpoint_of_another_program_is_refused_in_the_words_of_
     assert str(by_check.value) == str(by_train.value)
 
 
+def test_other_weights_next_to_a_distributed_checkpoint_are_named(tmp_path, monkeypatch):
+    path = write_model(tmp_path / "model")
+    for name in (".metadata", "rng_rank_0.safetensors", "model.safetensors"):
+        (tmp_path / "model" / name).touch()
+    (tmp_path / "model" / MANIFEST).write_text('{"files": {"rng_rank_0.safetensors": [0, ""]}}')
+    monkeypatch.setattr(megatron_checkpoint, "refuse_factors", lambda _: None)  # its metadata
+    (finding,) = check(tmp_path, path)
+    assert finding.values[0] == ("not read", "model.safetensors")
+
+
 def test_a_teacher_with_the_students_weights_and_prompt_is_found(tmp_path, model):
     path, tensors = model
     copy = shutil.copytree(path, tmp_path / "copy")
@@ -180,6 +192,31 @@ def test_an_adapter_of_another_model_is_found(tmp_path, model, monkeypatch):
         (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
         findings = list(model_directories.adapter(RunInputs(config, None)))
         assert [f.values[0][1] for f in findings] == [base] * found
+
+
+def test_what_an_adapter_has_next_to_its_factors_is_found(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(peft_directory, "check_adapter", lambda *_: {})  # its tensors
+    student = {"path": model[0], "architecture": None, "lora": {"path": str(tmp_path / "adapter")}}
+    config = tiny_config(tmp_path, "run", student=student, tokenizer={"path": None})
+
+    def found(**changes):
+        path = Path(write_model(tmp_path / "adapter", **changes))
+        for name in ("config.json", "generation_config.json"):
+            (path / name).unlink()
+        (path / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_dropout": 0.1}')
+        return [each.values[0] for each in model_directories.adapter(RunInputs(config, None))]
+
+    dropout = ("adapter", "lora_dropout=0.1")
+    assert found() == [dropout]
+    place = f"{tmp_path / 'adapter'}, not read"
+    assert found(template=TEMPLATE.replace("assistant", "model")) == [
+        dropout, (place, r"'<|im_start|>user\n1+1<|im_end|>\n<|im_start|>model\n'"),
+    ]  # fmt: skip
+    assert found(rename={"<|im_end|>": "<s>", "<s>": "<|im_end|>"})[1:] == [(place, "(260, 256)")]
+    (tmp_path / "adapter" / "adapter_model.bin").touch()
+    assert found() == [dropout, ("not read", "adapter_model.bin")]
+    with pytest.raises(UserError, match=r"different tokenizers: id .*: give an adapter of this"):
+        found(swap=("a", "b"))
 
 
 def test_missing_misshapen_truncated_and_absent_weights_are_refused(tmp_path, model):
