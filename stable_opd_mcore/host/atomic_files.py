@@ -60,15 +60,17 @@ def require_new_directory(path: Path) -> None:
     Raises:
         UserError: the message names the directory and the reason.
     """
-    if path.exists():
+    if path.exists() or path.is_symlink():
         raise UserError(f"{path} exists; give a directory that does not")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}."):
             pass  # `path` itself may be another rank's
     except OSError as error:
+        is_file = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = "a part of its path is a file" if is_file else error.strerror
         raise UserError(
-            f"{path}: cannot be created: {error.strerror}; give a directory where you may write"
+            f"{path}: cannot be created: {reason}; give a directory where you may write"
         ) from error
 
 

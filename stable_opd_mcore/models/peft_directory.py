@@ -312,6 +312,17 @@ def check_adapter(
     return found
 
 
+def factor_dtypes(directory: Path) -> set[str]:
+    """The types of an adapter's tensors, by safetensors' names; none where `check_adapter` says
+    that they cannot be read."""
+    try:
+        with safe_open(directory / WEIGHTS, framework="pt") as tensors:
+            names: list[str] = tensors.keys()
+            return {tensors.get_slice(name).get_dtype() for name in names}
+    except (OSError, SafetensorError):
+        return set()
+
+
 def load_adapter(chunks: Sequence[Module], directory: Path, lora: LoraConfig) -> None:
     """Fill this rank's factors from a PEFT directory. Collective.
 

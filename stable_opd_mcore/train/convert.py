@@ -1,6 +1,7 @@
 """Convert weights between Hugging Face's and Megatron's form, on one process or a grid of ranks.
 
-In bf16 where all weights are, else in fp32, which also holds fp16 exactly.
+In bf16 where all weights are, else in fp32, which also holds fp16 exactly. A run's low-rank factors
+are merged in the precision of its training.
 """
 
 from pathlib import Path
@@ -18,7 +19,7 @@ from stable_opd_mcore.models.huggingface import (
     stored_dtypes,
 )
 from stable_opd_mcore.models.megatron_checkpoint import is_megatron, save_weights
-from stable_opd_mcore.models.peft_directory import is_adapter, merge_adapter
+from stable_opd_mcore.models.peft_directory import factor_dtypes, is_adapter, merge_adapter
 from stable_opd_mcore.models.small_files import copy_generation_settings, copy_tokenizer
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.evaluated_model import (
@@ -44,13 +45,18 @@ def convert(
             the model has; None: `source`.
 
     Raises:
-        UserError: `target` exists or cannot be made, `source` is not a model directory, or there is
-            no tokenizer.
+        UserError: `target` exists, cannot be made or is inside `source`, `source` is not a model
+            directory, or there is no tokenizer.
     """
     require_new_directory(target)
     if not source.is_dir():
         raise UserError(
             f"{source}: not a directory; give that of a model, with config.json, or of a checkpoint"
+        )
+    if target.resolve().is_relative_to(source.resolve()):
+        raise UserError(
+            f"{target}: inside {source}, which would then hold two models; give a directory "
+            "elsewhere"
         )
     model = model_in(source)
     under = weights_under(model)  # of the model itself, or of that under its low-rank factors
@@ -84,7 +90,7 @@ def convert(
     if not model.is_whole:
         merge_adapter(chunks, source) if is_adapter(source) else merge_factors(chunks, source)
         export_hf(chunks, target, base=weights, save_tokenizer=save_tokenizer)
-        done = f"{source} merged into {weights}, in {precision}"
+        done = f"{source} merged into {weights}, in {precision}{rounded}"
     elif is_megatron(source):
         export_hf(chunks, target, base=holder, save_tokenizer=save_tokenizer)
         done = f"Megatron to Hugging Face, in {precision}"
@@ -99,8 +105,13 @@ def _precision(
     model: EvaluatedModel, weights: Path, architecture: Architecture
 ) -> tuple[Literal["bf16", "fp32"], str]:
     """The precision to convert in, and what to say of rounding."""
-    if not model.is_whole and is_megatron(model.path):
-        return run_settings(model.path)["train"]["precision"], ""
     dtypes = stored_dtypes(weights, architecture)
-    rounded = ", fp64 weights rounded to fp32" if "F64" in dtypes else ""
-    return "bf16" if dtypes == {"BF16"} else "fp32", rounded
+    precision = "bf16" if dtypes == {"BF16"} else "fp32"
+    if not model.is_whole and is_megatron(model.path):
+        precision = run_settings(model.path)["train"]["precision"]
+    kept = {"bf16": {"BF16"}, "fp32": {"BF16", "F16", "F32"}}[precision]
+    lost = {"weights": dtypes - kept}
+    if is_adapter(model.path):
+        lost["factors"] = factor_dtypes(model.path) - kept
+    said = [f", {what} rounded from {'/'.join(sorted(of))}" for what, of in lost.items() if of]
+    return precision, "".join(said)

@@ -68,8 +68,13 @@ def content(directory: Path) -> dict[str, str]:
 def test_a_directory_that_exists_or_cannot_be_made_is_refused(tmp_path):
     require_new_directory(tmp_path / "a" / "new")
     assert list((tmp_path / "a").iterdir()) == []
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
     for path, reason in (
         (tmp_path, "exists; give"),
+        (tmp_path / "link", "exists; give"),
+        (tmp_path / "file" / "new", "cannot be created: a part of its path is a file"),
+        (tmp_path / "file" / "a" / "new", "cannot be created: a part of its path is a file"),
         (Path("/proc/x"), "cannot be created: .*may"),
     ):
         with pytest.raises(UserError, match=f"{path}:? {reason}"):

@@ -15,8 +15,11 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.huggingface import export_hf
+from stable_opd_mcore.models.tensors import hf_shapes
 from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.train import convert as conversion
 from stable_opd_mcore.train.convert import convert
+from stable_opd_mcore.train.evaluated_model import EvaluatedModel
 from stable_opd_mcore.train.evaluation import evaluate_config
 from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
@@ -128,7 +131,34 @@ def test_weights_keep_their_values_whatever_type_config_json_names(tmp_path):
 def test_a_source_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_architecture(32, 4)))
     with pytest.raises(UserError, match=r"no tokenizer\.json in it.*--tokenizer"):
-        convert(tmp_path, tmp_path / "target")
+        convert(tmp_path, tmp_path.with_name("target"))
+
+
+def test_a_target_inside_the_source_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"new: inside .*, which would then hold two models"):
+        convert(tmp_path, tmp_path / "new")
+
+
+def test_what_is_rounded_is_said(tmp_path, monkeypatch):
+    architecture, adapter = read_architecture(tiny_architecture(32, 4)), tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    factors = {"a": torch.zeros(1, dtype=torch.float16)}
+    save_file(factors, adapter / "adapter_model.safetensors")
+    of_run = EvaluatedModel(tmp_path, "step", is_whole=False)
+    monkeypatch.setattr(conversion, "is_megatron", lambda path: path == tmp_path)
+    monkeypatch.setattr(conversion, "run_settings", lambda _: {"train": {"precision": "bf16"}})
+    for dtype, of_adapter, trained in (
+        (torch.bfloat16, ("bf16", ", factors rounded from F16"), ("bf16", "")),
+        (torch.float32, ("fp32", ""), ("bf16", ", weights rounded from F32")),
+        (torch.float64, *((each, ", weights rounded from F64") for each in ("fp32", "bf16"))),
+    ):
+        shapes = hf_shapes(architecture).items()
+        weights = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes}
+        save_file(weights, tmp_path / "model.safetensors")
+        model = EvaluatedModel(adapter, "adapter", is_whole=False)
+        assert conversion._precision(model, tmp_path, architecture) == of_adapter
+        assert conversion._precision(of_run, tmp_path, architecture) == trained
 
 
 def test_conversion_in_both_directions_is_bit_identical(tmp_path):
