@@ -43,6 +43,8 @@ def _with_text_object(origin: str, settings: Mapping[str, Any]) -> Mapping[str, 
         return {key: value for key, value in settings.items() if key != "text_config"}
     if not isinstance(text, Mapping):
         raise UserError(f"{origin}: text_config={text!r:.60} should be an object; correct it")
+    if "text_config" in text:
+        raise UserError(f"{origin}: text_config has a text_config of its own; remove that")
     return settings
 
 

@@ -122,6 +122,8 @@ def read_rotary(fields: Fields, head_dim: int, share: float, *, must_say: bool =
     if holder.get("rope_theta") is None:
         raise UserError(f"{origin}: no rope_theta, nor one in rope_parameters; add it")
     theta = holder.number("rope_theta", 0.0)
+    if theta <= 1:
+        raise UserError(f"{origin}: rope_theta={theta:g} should be above 1; correct config.json")
     kind = _kind(given, origin)["rope_type"]
     size = _rotated_size(fields, inner, head_dim, share, kind)
     if kind == "default":
@@ -191,12 +193,12 @@ def _given(fields: Fields, must_say: bool) -> Mapping[str, Any]:
             f"{fields.origin}: rope_parameters={given} and rope_scaling={scaling} differ; "
             "keep the right one"
         )
-    for key in _BASE:
+    for key in (*_BASE, _ORIGINAL):
         outer, inside = fields.get(key), given.get(key)
         if None not in (outer, inside) and outer != inside:
             raise UserError(
                 f"{fields.origin}: {key}={outer!r}, but {inside!r} in rope_parameters or "
-                "rope_scaling, which would be read; keep the right one"
+                "rope_scaling; keep the right one"
             )
     return given
 

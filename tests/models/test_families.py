@@ -69,6 +69,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn' should be an object"),
         ({"rope_theta": 4e4}, "rope_theta=40000.0, but 10000.0 in rope_parameters"),
         (
+            {
+                "rope_parameters": YARN | {"rope_theta": 1e4},
+                "original_max_position_embeddings": 64,  # with which transformers computes
+            },
+            "original_max_position_embeddings=64, but 32 in rope_parameters",
+        ),
+        (
             {"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}},
             "{'factor': 4.0} without rope_type, which has no effect",
         ),
@@ -118,6 +125,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"layer_types": 4}, "layer_types=4 should be a list"),
         ({"is_causal": False}, "is_causal=False is not supported for qwen3; expected True"),
         ({"text_config": "x"}, "text_config='x' should be an object"),
+        ({"text_config": {"text_config": None}}, "text_config has a text_config of its own"),
+        ({"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta=1 should be above 1"),
         ({"text_config": {"hidden_size": 8}}, "text_config, which a qwen3 config does not have"),
     ],
 )
