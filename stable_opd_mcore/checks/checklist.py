@@ -9,6 +9,7 @@ words in which `train` refuses it; checks that do not need that file still run.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from stable_opd_mcore.records import Sample
 
 # Each returns its findings. An error that `train` has too is raised.
 Check = Callable[[Any], Iterable[Finding] | None]
-# Subject, as `refused` names it -> checks of a Pair, of RunInputs, or of the Software
+# Subject, as `refused` names it -> checks of a Pair, a model, RunInputs, or the Software
 Checks = dict[str, tuple[Check, ...]]
 OF_A_PAIR: Checks = {
     "tokens": (
@@ -64,6 +65,7 @@ OF_A_PAIR: Checks = {
         templates.different_endings,
     ),
 }
+OF_A_DIRECTORY: Checks = {"models": (model_directories.of_directory,)}  # without a config
 OF_A_COLD_START: Checks = {
     "data": (data_rows.usable_rows,),
     "run directory": (output_directory.other_settings,),
@@ -127,7 +129,12 @@ def check_pair(student: str, teacher: str) -> Report:
             read.append(read_model(role, path))
         except UserError as error:
             findings.append(refused("files", error))
-    return check_models(*read) if len(read) == 2 else Report(tuple(findings))
+    for model in read:
+        findings += _found(OF_A_DIRECTORY, model)
+    if len(read) < 2:
+        return Report(tuple(findings))
+    report = check_models(*read)
+    return replace(report, findings=(*report.findings, *findings))
 
 
 def check_models(student: ModelFiles, teacher: ModelFiles) -> Report:

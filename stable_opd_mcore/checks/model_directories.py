@@ -8,18 +8,33 @@ from typing import Any
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
-from stable_opd_mcore.checks.pair import EXAMPLE
+from stable_opd_mcore.checks.pair import EXAMPLE, ModelFiles
 from stable_opd_mcore.config.cold_start import cold_start_config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.tokenizer_backend import has_tokenizer
 from stable_opd_mcore.data.vocabulary import read_vocabulary, same_vocabulary
 from stable_opd_mcore.errors import DataError, UserError
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.models.family import FAMILIES
 from stable_opd_mcore.models.unread_settings import unread_settings
 
 _END_BYTES = 65536
 _MAY_DIFFER = {"max_positions", "tied", "initializer_range"}  # between student and reference
 _MANY_ROWS = 8  # rows of a head that are enough to tell what rows without a token look like
+
+
+def of_directory(model: ModelFiles) -> Iterator[Finding]:
+    """What `train` refuses or does not read of a model's directory, where there is no config. A
+    teacher's family may be another, because servers can hold it."""
+    if not model.settings or (
+        model.role == "teacher" and model.settings.get("model_type") not in FAMILIES
+    ):
+        return
+    architecture = read_architecture(model.place)
+    found = unread_settings(architecture.source)
+    yield from _not_implemented("config.json", model.role, found)
+    if any(Path(model.place).glob("*.safetensors*")) or (Path(model.place) / ".metadata").is_file():
+        yield from _weights_of(model.place, architecture)
 
 
 def student_settings(inputs: RunInputs) -> Iterator[Finding]:
@@ -103,7 +118,7 @@ def adapter(inputs: RunInputs) -> Iterator[Finding]:
         return  # the adapter is merged into that model
     lora = config.student.lora
     if lora is not None and lora.path is not None:
-        from stable_opd_mcore.models import peft_directory  # as in `weights`
+        from stable_opd_mcore.models import peft_directory  # as in `_weights_of`
         from stable_opd_mcore.models.safetensors_files import weight_files
 
         peft_directory.check_adapter(Path(lora.path), inputs.architecture, lora)
@@ -149,7 +164,7 @@ def untrained_stops(inputs: RunInputs) -> Iterator[Finding]:
     path, used = config.student.path, inputs.tokenizer.vocab_size
     if config.student.lora is None or path is None or architecture.vocab_size - used < _MANY_ROWS:
         return
-    from stable_opd_mcore.models.huggingface import read_head  # as in `weights`
+    from stable_opd_mcore.models.huggingface import read_head  # as in `_weights_of`
     from stable_opd_mcore.models.megatron_checkpoint import is_megatron
 
     if is_megatron(path):
@@ -179,23 +194,26 @@ def weights(inputs: RunInputs) -> Iterator[Finding]:
     if config.largest_beta:
         places.append((config.reference.path, inputs.architecture))
     read = [(path, built) for path, built in places if path is not None]
-    if read:
-        # imports Megatron, which takes seconds
-        from stable_opd_mcore.models.huggingface import check_hf
-        from stable_opd_mcore.models.manifest import MANIFEST, listed_files
-        from stable_opd_mcore.models.megatron_checkpoint import (
-            is_megatron,
-            refuse_factors,
-            require_manifest,
-        )
-        from stable_opd_mcore.models.safetensors_files import SINGLE, weight_files
+    for path, architecture in read:
+        yield from _weights_of(path, architecture)
 
-        for path, architecture in read:
-            if is_megatron(path):
-                require_manifest(path)
-                refuse_factors(path)
-                unread = weight_files(Path(path)) - listed_files(Path(path))
-                yield from _unread(path, unread, f"the files that {MANIFEST} lists")
-            else:
-                read = f"the tensors of {SINGLE} or its index"
-                yield from _unread(path, check_hf(path, architecture), read)
+
+def _weights_of(path: str, architecture: Architecture) -> Iterator[Finding]:
+    # imports Megatron, which takes seconds
+    from stable_opd_mcore.models.huggingface import check_hf
+    from stable_opd_mcore.models.manifest import MANIFEST, listed_files
+    from stable_opd_mcore.models.megatron_checkpoint import (
+        is_megatron,
+        refuse_factors,
+        require_manifest,
+    )
+    from stable_opd_mcore.models.safetensors_files import SINGLE, weight_files
+
+    if is_megatron(path):
+        require_manifest(path)
+        refuse_factors(path)
+        unread = weight_files(Path(path)) - listed_files(Path(path))
+        yield from _unread(path, unread, f"the files that {MANIFEST} lists")
+    else:
+        read = f"the tensors of {SINGLE} or its index"
+        yield from _unread(path, check_hf(path, architecture), read)

@@ -118,6 +118,19 @@ def test_both_directories_are_read_though_one_is_absent(tmp_path):
     assert teacher in second.title
 
 
+def test_settings_and_weights_of_a_pair_of_directories_are_checked(tmp_path):
+    student = write_model(tmp_path / "student", use_bias=False)
+    teacher = write_model(tmp_path / "teacher", model_type="glm4", use_bias=False)  # may be served
+    unread = check_pair(student, teacher).findings
+    assert [each.values[0] for each in unread] == [("student", "use_bias=False")]
+    (tmp_path / "student" / "model.safetensors").write_bytes(b"")
+    (error,) = check_pair(student, teacher).errors
+    assert "model.safetensors: not readable, probably truncated (0 bytes)" in error.title
+    write_model(tmp_path / "student", use_sliding_window=True)
+    (error,) = check_pair(student, teacher).errors
+    assert "use_sliding_window=True is not supported" in error.title
+
+
 def test_a_directory_without_settings_is_said(tmp_path):
     teacher = damaged(tmp_path / "teacher", "config.json", None)
     (finding,) = check_pair(write_model(tmp_path / "student"), teacher).findings
@@ -249,7 +262,8 @@ def test_one_refusal_keeps_its_own_words():
 
 
 def test_the_list_names_every_check_once():
-    subjects = checklist.OF_A_PAIR, checklist.OF_A_RUN, checklist.OF_THE_SOFTWARE
+    of_pairs = checklist.OF_A_PAIR, checklist.OF_A_DIRECTORY
+    subjects = *of_pairs, checklist.OF_A_RUN, checklist.OF_THE_SOFTWARE
     listed = [check for checks in subjects for each in checks.values() for check in each]
     modules = {sys.modules[check.__module__] for check in listed}
     written = {
