@@ -52,6 +52,7 @@ OF_A_PAIR: Checks = {
     "stop tokens": (
         stops.different_stops,
         stops.end_of_turn_is_not_eos,
+        stops.unread_stops,
         stops.two_special_tokens,
         stops.ignored_generation_settings,
     ),

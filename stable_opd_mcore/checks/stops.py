@@ -8,6 +8,7 @@ from pathlib import Path
 
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.pair import ModelFiles, Pair
+from stable_opd_mcore.data.chat import stop_sources
 from stable_opd_mcore.data.tokenizer_backend import special_token
 from stable_opd_mcore.host.json_files import read_json_object
 
@@ -76,6 +77,21 @@ def _ends(model: ModelFiles) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return model.stop_sources.get(_TEMPLATE, ()), tuple(dict.fromkeys(eos))
 
 
+def unread_stops(pair: Pair) -> Iterator[Finding]:
+    """Stop ids in the files of student.path where tokenizer.path is another directory."""
+    model = pair.student
+    if model.place == model.tokenizer.path or not Path(model.place).is_dir():
+        return
+    if "student.stop_token_ids" in model.stop_sources:
+        return
+    sources = stop_sources(model.place, model.tokenizer)
+    named = {token: file for file, ids in sources.items() for token in ids if Path(file).suffix}
+    unread = tuple(token for token in named if token not in model.stop_ids)
+    if unread:
+        fields = {"named": model.named_all(unread), "stops": model.named_all(model.stop_ids)}
+        yield finding("unread-stops", file=named[unread[0]], **fields)
+
+
 def two_special_tokens(pair: Pair) -> Iterator[Finding]:
     """An EOS or BOS for which two files of a tokenizer name different tokens.
 
@@ -108,7 +124,7 @@ def ignored_generation_settings(pair: Pair) -> Iterator[Finding]:
         key: value
         for key, value in settings.items()
         if key not in _OTHER_GENERATION_KEYS and not key.startswith("_")
-        if value and value != _NEUTRAL.get(key)
+        if (value or (value is not None and key in _NEUTRAL)) and value != _NEUTRAL.get(key)
     }
     if given:
         values = ", ".join(f"{key}={value!s:.60}" for key, value in given.items())

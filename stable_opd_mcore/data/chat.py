@@ -390,7 +390,7 @@ def _eos_of(path: Path) -> tuple[int, ...]:
     record = read_json_object(path)
     text = record.get("text_config")  # a model with vision keeps the decoder's settings here
     own = text.get("eos_token_id") if isinstance(text, dict) else None
-    eos = record.get("eos_token_id", own)
+    eos = own if record.get("eos_token_id") is None else record["eos_token_id"]
     ids = eos if isinstance(eos, list) else [eos]
     if not all(token is None or type(token) is int for token in ids):
         raise DataError(

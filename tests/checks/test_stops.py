@@ -5,15 +5,18 @@ from dataclasses import replace
 
 import pytest
 
+from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.checks.pair import Pair, read_model
 from stable_opd_mcore.checks.stops import (
     different_stops,
     ignored_generation_settings,
     stop_class,
     two_special_tokens,
+    unread_stops,
 )
 from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from tests.checks.directories import TEMPLATE, findings, the, write_model
+from tests.train.runs import tiny_config
 
 PLAIN_TURNS = TEMPLATE.replace("<|im_end|>", "")
 
@@ -84,10 +87,29 @@ def test_a_special_token_that_two_files_name_differently_is_found(
 def test_generation_settings_that_sampling_does_not_follow_are_noted(tmp_path):
     path = write_model(tmp_path)
     neutral = {"eos_token_id": 256, "do_sample": True, "temperature": 1.0, "_from_model_config": 1}
-    other = {"temperature": 0.7, "repetition_penalty": 1.05, "suppress_tokens": [7]}
-    said = "temperature=0.7, repetition_penalty=1.05, suppress_tokens=[7]"
+    other = {"temperature": 0.7, "top_p": 0, "min_p": 0, "suppress_tokens": [7]}
+    said = "temperature=0.7, top_p=0, suppress_tokens=[7]"
     for settings, expected in ((neutral, []), (neutral | other, [("note", said)])):
         (tmp_path / "generation_config.json").write_text(json.dumps(settings))
         read = Pair(read_model("student", path), None, ())
         found = list(ignored_generation_settings(read))
         assert [(f.severity, f.values[0][1]) for f in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("eos", "own_ids", "found"),
+    [(259, None, ["259 '<|box_start|>'"]), (259, [258], []), (256, None, [])],
+)
+def test_stop_ids_of_a_student_whose_tokenizer_is_elsewhere_are_found(
+    eos, own_ids, found, tmp_path
+):
+    student = write_model(tmp_path / "student", eos_token_id=eos)
+    config = tiny_config(
+        tmp_path,
+        "run",
+        student={"path": student, "architecture": None, "stop_token_ids": own_ids},
+        tokenizer={"path": write_model(tmp_path / "tokenizer")},
+        teacher={"path": write_model(tmp_path / "teacher"), "architecture": None},
+    )
+    findings = unread_stops(RunInputs(config, None).pair)
+    assert [each.values[0][1] for each in findings] == found

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from stable_opd_mcore.data.chat import Tokenizer, opens_thinking
+from stable_opd_mcore.data.chat import Tokenizer, opens_thinking, stop_sources
 from stable_opd_mcore.errors import DataError
 from tests.checks.directories import TEMPLATE, write_model
 from tests.real_data import real_data
@@ -199,3 +199,9 @@ def test_control_tokens_are_those_that_end_or_open_a_turn(qwen, r1):
     assert r1.control_token_in("a<\uff5cAssistant\uff5c>b") == "<\uff5cAssistant\uff5c>"
     for text in ("<think>\nOne.\n</think>\n\n2", "a <| b |> c, <im_end>, $2$ \x00"):
         assert qwen.control_token_in(text) is r1.control_token_in(text) is None
+
+
+def test_a_null_eos_outside_text_config_leaves_that_inside(tmp_path):
+    settings = {"eos_token_id": None, "text_config": {"eos_token_id": 5}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert stop_sources(tmp_path, Tokenizer.load("synthetic"))["config.json"] == (5,)
