@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
+from itertools import chain
 from os import SEEK_END
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def same_weights(inputs: RunInputs) -> Iterator[Finding]:
 def _ends(directory: str) -> dict[str, tuple[int, bytes]]:
     """Size and last values of each file of weights."""
     ends: dict[str, tuple[int, bytes]] = {}
-    for path in Path(directory).glob("*.safetensors"):
+    for path in chain(*map(Path(directory).glob, ("*.safetensors", "*.distcp"))):
         with path.open("rb") as file:
             size = file.seek(0, SEEK_END)
             file.seek(max(0, size - _END_BYTES))

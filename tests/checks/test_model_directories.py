@@ -152,6 +152,16 @@ def test_a_teacher_with_the_students_weights_and_prompt_is_found(tmp_path, model
             tmp_path, "run", student=student, teacher=teacher, tokenizer={"path": None}
         )
         assert len(list(model_directories.same_weights(RunInputs(config, None)))) == found
+    for place in (path, copy):  # distributed checkpoints
+        (Path(place) / "model.safetensors").rename(Path(place) / "__0_0.distcp")
+    config = tiny_config(
+        tmp_path,
+        "run",
+        student=student,
+        teacher={"path": str(copy), "architecture": None},
+        tokenizer={"path": None},
+    )
+    assert len(list(model_directories.same_weights(RunInputs(config, None)))) == 1
     adapted = student | {"lora": {"path": str(tmp_path / "adapter")}}  # does not start as its base
     teacher = {"path": str(copy), "architecture": None}
     config = tiny_config(
