@@ -49,6 +49,8 @@ _SAME_AS_ABSENT = {
     "torchscript": False, "typical_p": 1, "use_bfloat16": False, "use_mrope": False,
 }  # fmt: skip
 
+_HEADS = ("ForCausalLM", "ForConditionalGeneration")  # ends of the classes with a language head
+
 
 def read_keys(family: Family) -> set[str]:
     """Keys of the decoder that models/families.py reads for this family, but for those of which
@@ -72,6 +74,11 @@ def unread_settings(fields: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None and key not in known and value != _SAME_AS_ABSENT.get(key)
     }
     found |= unread_rotary_settings(settings, has_share=family.rotary_share != 1.0)
+    classes, stem = settings.get("architectures"), family.sglang_class.removesuffix(_HEADS[0])
+    if isinstance(classes, list) and not any(
+        str(name).startswith(stem) and str(name).endswith(_HEADS) for name in classes
+    ):
+        found |= {"architectures": classes} if classes else {}
     tied, text = "tie_word_embeddings", fields.get("text_config") or {}
     if text.get(tied) not in (None, fields.get(tied, False)):
         found[f"text_config.{tied}"] = text[tied]

@@ -206,6 +206,15 @@ def test_heads_of_models_with_other_parts_are_tied_as_by_transformers(outside, i
     assert unread_settings(fields) == listed
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_class_of_another_model_is_named(model_type: str) -> None:
+    fields = tiny.config(model_type)
+    own = type(tiny.transformer(copy.deepcopy(fields), 0)).__name__
+    assert unread_settings(fields | {"architectures": [own]}) == {}
+    for name in (own.replace("For", "Bi"), own + "Eagle3", "OtherForCausalLM"):
+        assert unread_settings(fields | {"architectures": [name]}) == {"architectures": [name]}
+
+
 def test_a_sliding_window_that_a_llama_does_not_have_is_named() -> None:
     fields = tiny.config("llama", sliding_window=4)
     assert unread_settings(fields) == {"sliding_window": 4}
