@@ -54,7 +54,8 @@ def decoder_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     outer = dict(settings)
     text = outer.pop("text_config", None) or {}
-    return outer | {key: value for key, value in text.items() if key not in READ_OUTSIDE}
+    own = {key: value for key, value in text.items() if key not in READ_OUTSIDE}
+    return outer | {k: value for k, value in own.items() if value is not None or k not in outer}
 
 
 def is_mxfp4(settings: Mapping[str, Any]) -> bool:

@@ -235,7 +235,8 @@ def _refuse_disagreements(
     if family.text_type:
         text = settings["text_config"]
         outside = read_keys(family) & settings.keys() - {"initializer_range", *READ_OUTSIDE}
-        pairs += [(f"text_config.{k}", text.get(k, "absent"), k, settings[k]) for k in outside]
+        given = {key: text[key] for key in outside if text.get(key) is not None}
+        pairs += [(f"text_config.{k}", given.get(k, "absent"), k, settings[k]) for k in outside]
     for first, value, second, other in sorted(pairs, key=str):
         if None not in (value, other) and value != other:
             raise UserError(
