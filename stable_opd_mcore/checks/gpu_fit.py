@@ -81,7 +81,8 @@ def precision(inputs: RunInputs) -> Iterator[Finding]:
     trained = {"fp32": "float32", "bf16": "bfloat16"}[config.train.precision]
     loaded = {role: (settings.path, model) for role, (settings, model) in inputs.models.items()}
     if config.largest_beta:
-        loaded["reference"] = config.reference.path, inputs.architecture
+        own = inputs.reference_architecture or inputs.architecture
+        loaded["reference"] = config.reference.path, own
     for role, (path, model) in loaded.items():
         if config.train.precision == "bf16" and path is not None:
             # imports Megatron, which takes seconds

@@ -21,7 +21,7 @@ from stable_opd_mcore.data.samples import context_samples, golden_samples
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.models.config_fields import decoder_settings, read_fields
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.planning.hardware import DEVICES, Cluster
 from stable_opd_mcore.planning.plan import Plan, make_plan
 from stable_opd_mcore.records import Sample
@@ -126,6 +126,18 @@ class RunInputs:
         if teacher.is_served:  # SGLang builds it, whatever its family
             return None
         return configured_architecture(teacher)
+
+    @once
+    def reference_architecture(self) -> Architecture | None:
+        """By the config.json in reference.path; None without one, or where nothing reads it."""
+        path, student = self.config.reference.path, self.config.student
+        if (
+            not self.config.largest_beta
+            or path is None
+            or not (Path(path) / "config.json").is_file()
+        ):
+            return None
+        return read_architecture(path, window=student.window, rope_theta=student.rope_theta)
 
     @property
     def models(self) -> dict[Fp8Role, tuple[ModelConfig, Architecture]]:

@@ -56,10 +56,9 @@ def reference_settings(inputs: RunInputs) -> Iterator[Finding]:
     """A reference that is not of the student's architecture and vocabulary, as which it is
     computed. Its window may differ, and the head's tie, which its weights show.
     """
-    student, path = inputs.config.student, inputs.config.reference.path
-    if not inputs.config.largest_beta or path is None or not (Path(path) / "config.json").is_file():
+    path, own = inputs.config.reference.path, inputs.reference_architecture
+    if path is None or own is None:
         return
-    own = read_architecture(path, window=student.window, rope_theta=student.rope_theta)
     names = [each.name for each in fields(own) if each.compare and each.name not in _MAY_DIFFER]
     values = {name: (getattr(own, name), getattr(inputs.architecture, name)) for name in names}
     if other := {name: pair for name, pair in values.items() if pair[0] != pair[1]}:
