@@ -35,13 +35,20 @@ _RATIO = re.compile(
 _BOX_OR_BRACE = re.compile(r"(?P<box>\\+(?:boxed|fbox)\s*(?:\{|\Z))|\\.|[{}]", re.DOTALL)
 _END_OF_BOX = re.compile(rf"(?:{_SPACE}|\\q?quad\b|(?<!\\right)\\?[.,;])+\Z")
 _BARE_BOX = re.compile(r"(\\boxed|\\fbox)\s*([\dA-Za-z])(?![\dA-Za-z])")
-_UNIT = re.compile(r"(\\?\$?-?[\d.,]*\d) +([A-Za-z]{3,}(?:[ /][A-Za-z]{2,})*)")
+_UNIT = re.compile(r"(\\?\$?-?[\d.,]*\d(?:\*10\^\(\d+\))?) +([A-Za-z]{3,}(?:[ /][A-Za-z]{2,})*)")
 _NO_UNIT = re.compile(
     r"\b(?:a?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|log|exp|and|mod|choose|times|inf\w*"
     r"|percent\w*|pct|hundred|thousand|\w+illion|dozen)\b"
 )
 _INSIDE = rf"(?<=[\w}})]){_SPACE}*\\(?:text|mbox|mathrm)\s*\{{"
 _UNIT_INSIDE = re.compile(rf"{_INSIDE}[^{{}}]*\}}(?={_SPACE}*[,;])")
+_TWO_UNITS = re.compile(  # 5\text{ ft }6\text{ in}
+    rf"(\d){_SPACE}*\\(?:text|mbox|mathrm)\s*\{{[^{{}}]*[A-Za-z][^{{}}]*\}}{_SPACE}*(?=\d)"
+)
+_MULTIPLE = re.compile(
+    rf"(?<=[\d}}]){_SPACE}*(?:(\\(?:text|mbox|mathrm)\s*\{{)\s*)?(thousand|million|billion|trillion)s?\b"
+)
+_POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _WORDS_INSIDE = re.compile(
     rf"{_INSIDE}[^{{}}]*\b(?:and|or|if|when|where|for(?! all| any))\b[^{{}}]*\}}(?=.)"
 )
@@ -51,7 +58,11 @@ _CONDITION = re.compile(r",?\s+(?:for (?:all|any|each|every)|where [^=]*?\bis an
 _TEXT = re.compile(r"\\(?:text\w*|mbox|math(?:rm|bf|it)|operatorname)\s*\{([^{}]*)\}")
 _FORMATTING = re.compile(r"\\(?:left|right)\b|\\[()\[\]]|\\?\$|\*\*")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")
-_CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?=\s|\Z)|\Z))\s*(.*)", re.DOTALL)
+_LEAD = (
+    r"(?:(?i:the|my|correct|right|final|answer|result|solution|value|total|option|choice|is|equals"
+    r"|so|it|we get|thus|therefore|hence)\b[: ,]*)"
+)
+_CHOICE = re.compile(rf"{_LEAD}*(?:\(([A-J])\)|([A-J])(?:\)|[.:](?=\s|\Z)|\Z))\s*(.*)", re.DOTALL)
 _NEXT_CHOICE = re.compile(
     r"(?:\A|\b(?:or|and)\b|[,;/&])\W*\(([A-J])\)|\A(?:(?:or|and)\b|[,;/&])\W*([A-J])\b"
 )
@@ -62,9 +73,15 @@ _WORDS_BEFORE = re.compile(
     r"|approximately|exactly|nearly|roughly))\s*\}\s*:?(.+)",
     re.DOTALL,
 )
+_NAMED = re.compile(r"\\text ?\{[^{}]*\} *=([^=]+)")
+_AFTER_LEAD = re.compile(rf"{_LEAD}+(.+)", re.DOTALL)
 _ROUNDED = re.compile(r".+\\approx(?![a-z])(.+)", re.DOTALL)
-_LESS = r"\s*(<|\\leq?(?:slant)?(?![a-z]))\s*"
-_BETWEEN = re.compile(rf"([^<>=]+?){_LESS}[A-Za-z]{_LESS}([^<>=]+)")
+_SET_OF = re.compile(
+    r"\\\{ *[A-Za-z](?: *\\in *\\mathbb\{R\})? *(?:\\mid(?![a-z])|[:|]|\\[:;|]) *(.+)\\\}"
+)
+_OR = re.compile(r"(?:\\text *\{ *or *\}|\bor\b|\\lor(?![a-z])|\\vee(?![a-z])|∨)")  # noqa: RUF001
+_RELATION = re.compile(r"(<|>|\\[lg](?:eq?(?:slant)?|t)(?![A-Za-z]))")
+_NAME = re.compile(r"[A-Za-z]|\\(?!infty|pi)[a-z]+")
 _DIGIT_GROUPS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _UNIT_NAME = (
     r"(?:[kcmdn]?m|[km]?g|m?s|mi|ft|in|yd|lb|oz|min|hr?|yr|m?[lL]|gal|N|[kM]?J|[kM]?W|kWh|[kM]?Pa"
@@ -136,8 +153,12 @@ def plain_boxes(response: str) -> tuple[str, str | None]:
 
 
 def plain_answer(answer: str) -> str:
-    """An answer that math-verify can read, in LaTeX."""
-    return readable(in_latex(answer))
+    """An answer that math-verify can read, in LaTeX: 5*10^(6) for 5 million."""
+    return _MULTIPLE.sub(_times_power, readable(in_latex(answer)))
+
+
+def _times_power(found: re.Match[str]) -> str:
+    return f"*10^({_POWERS[found[2]]}){found[1] or ''}"
 
 
 def with_units(answer: str) -> str:
@@ -145,7 +166,7 @@ def with_units(answer: str) -> str:
 
     So `5\text{ cm and }3\text{ cm}` becomes `5, 3\text{ cm}`.
     """
-    answer = _WORDS_INSIDE.sub(", ", _UNIT_INSIDE.sub("", answer))
+    answer = _TWO_UNITS.sub(r"\1, ", _WORDS_INSIDE.sub(", ", _UNIT_INSIDE.sub("", answer)))
     found = _UNIT.fullmatch(answer)
     return answer if not found or _NO_UNIT.search(answer) else rf"{found[1]} \text{{{found[2]}}}"
 
@@ -183,11 +204,13 @@ def same_letters(answer: str, gold: str) -> bool:
 
 
 def _letters(text: str) -> str:
-    text = re.sub(rf"{_SPACE}+", " ", _FORMATTING.sub("", _without_text(text))).rstrip(" .,;")
+    text = re.sub(rf"{_SPACE}+", " ", _FORMATTING.sub("", without_text(text))).rstrip(" .,;")
+    text = re.sub(r"(?<=\d) ?([AaPp])\.? ?[Mm]\b\.?", lambda found: found[1].lower() + "m", text)
     return re.sub(r" (?!\w)|(?<!\w) ", "", text)
 
 
-def _without_text(text: str) -> str:
+def without_text(text: str) -> str:
+    r"""The text with what \text{...} and \mathrm{...} hold in their place."""
     while (bare := _TEXT.sub(r"\1", text)) != text:
         text = bare
     return text
@@ -205,7 +228,7 @@ def of_a_choice(answer: str, gold: str) -> Iterator[tuple[str, str]]:
 def _choice(answer: str) -> tuple[str, str]:
     """Split an answer into the letter and the text of its choice. The letter is "" where the answer
     has none or several."""
-    answer = re.sub(rf"{_SPACE}+", " ", _without_text(answer)).strip("$ ")
+    answer = re.sub(rf"{_SPACE}+", " ", without_text(answer)).strip("$ ")
     if not (found := _CHOICE.fullmatch(answer)):
         return "", answer
     letter, text = found[1] or found[2], found[3]
@@ -222,15 +245,47 @@ def other_readings(answer: str, gold: str) -> Iterator[tuple[str, str]]:
         return
     if _PERCENT.search(gold) and "%" not in answer:
         yield answer, _PERCENT.sub("", gold).lstrip("$ ")
-    for pattern in (_WORDS_BEFORE, _ROUNDED):
+    for pattern in (_WORDS_BEFORE, _NAMED, _ROUNDED):
         if found := pattern.fullmatch(answer):
             yield found[1].strip(), gold
-    if (found := _BETWEEN.fullmatch(answer)) and re.search(r"\A\$?\[|\]\$?\Z", gold):
-        low, left, right, high = found.groups()
-        yield f"{'(' if left == '<' else '['}{low}, {high}{')' if right == '<' else ']'}", gold
+    if found := _AFTER_LEAD.fullmatch(without_text(answer).strip(" $")):
+        yield found[1].strip(), gold
+    if re.search(r"[\[(].*,.*[\])]", gold) and (interval := _interval(answer)):
+        yield interval, gold
     if re.search(r"(?<![\\A-Za-z])[A-Za-z]", _TEXT.sub("", gold)):  # the unit may be a variable
         return
     if _DIGIT_GROUPS.fullmatch(answer):
         yield answer.replace(" ", ""), gold
     if found := _UNITS.fullmatch(answer):
         yield found[1], gold
+
+
+def alternatives(answer: str) -> list[str]:
+    """The parts of "0.5 or 1/2", which is right where each of them is; [] for one part."""
+    parts = [part.strip(" $,") for part in _OR.split(answer[:_SHORT])]
+    return parts if len(parts) > 1 and all(parts) else []
+
+
+def _interval(answer: str) -> str:
+    r"""(1, 2] for 1 < x \le 2, (-\infty, 1) \cup (2, \infty) for x < 1 or 2 < x; else ""."""
+    found = _SET_OF.fullmatch(re.sub(r"\\(?:left|right)(?![a-z])", "", answer).strip())
+    parts = [_part(part.strip()) for part in _OR.split(found[1] if found else answer)]
+    return r" \cup ".join(parts) if all(parts) else ""
+
+
+def _part(condition: str) -> str:
+    pieces = [piece.strip() for piece in _RELATION.split(condition)]
+    ends, signs = pieces[::2], pieces[1::2]
+    downwards = {sign == ">" or sign.startswith("\\g") for sign in signs}
+    if len(downwards) != 1 or any("=" in end for end in ends):
+        return ""
+    if downwards == {True}:
+        ends, signs = ends[::-1], signs[::-1]
+    if len(ends) == 2 and _NAME.fullmatch(ends[0]):
+        ends, signs = [r"-\infty", *ends], ["<", *signs]
+    elif len(ends) == 2:
+        ends, signs = [*ends, r"\infty"], [*signs, "<"]
+    if len(ends) != 3 or not _NAME.fullmatch(ends[1]):
+        return ""
+    left, right = ("e" in sign for sign in signs)  # \le, \leq, \geqslant
+    return f"{'[' if left else '('}{ends[0]}, {ends[2]}{']' if right else ')'}"

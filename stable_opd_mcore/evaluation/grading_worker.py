@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from stable_opd_mcore.evaluation.answers import (
+    alternatives,
     lacks_entries,
     of_a_choice,
     one_formula,
@@ -23,6 +24,7 @@ from stable_opd_mcore.evaluation.answers import (
     same_letters,
     with_units,
 )
+from stable_opd_mcore.evaluation.wording import is_changed, stated
 from stable_opd_mcore.host.user_code import InvalidValueError, UserFunction, as_reward
 from stable_opd_mcore.host.worker_processes import start_user_code
 
@@ -31,6 +33,7 @@ _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
 _GSM8K_ANSWER = re.compile(r"(?:\A|\n)####[ \t]*([^\n]+?)\s*\Z")
 _FINAL_ANSWER = re.compile(r"final answer is.{1,200}I hope", re.IGNORECASE | re.DOTALL)
 _SMALL, _DIGITS = 1e-3, 1e-6
+_LARGE, _DOUBLE_DIGITS = 1e9, 1e-14
 
 
 def is_right(response: str, gold: str) -> bool:
@@ -42,6 +45,8 @@ def is_right(response: str, gold: str) -> bool:
     """
     response, answer = plain_boxes(readable(response))
     last_line = _GSM8K_ANSWER.search(response)
+    if answer is None and not last_line and (statement := stated(response)):
+        response, answer = plain_boxes(rf"\boxed{{{statement}}}")
     given_line = plain_answer(last_line[1]) if last_line else ""
     given = _parsed(with_units(given_line)) if last_line else []
     if last_line and (given or answer is None):
@@ -51,12 +56,24 @@ def is_right(response: str, gold: str) -> bool:
     gold = _gold_text(gold)
     if answer and (same_letters(answer, gold) or lacks_entries(answer, gold)):
         return same_letters(answer, gold)
-    return _agree(given or _parsed(response), _parsed_gold(gold)) or any(
-        same_letters(part, gold_part)
-        or _agree(_parsed(f"${with_units(part)}$"), _parsed_gold(gold_part))
-        for part, gold_part in chain(
-            of_a_choice(answer or "", gold), other_readings(answer or "", gold)
+    if answer and is_changed(answer, gold):
+        return False
+    return (
+        _agree(given or _parsed(response), _parsed_gold(gold))
+        or any(
+            _is_answer(part, gold_part)
+            for part, gold_part in chain(
+                of_a_choice(answer or "", gold), other_readings(answer or "", gold)
+            )
         )
+        or all(_is_answer(part, gold) for part in alternatives(answer or "") or [""])
+    )
+
+
+def _is_answer(answer: str, gold: str) -> bool:
+    return same_letters(answer, gold) or (
+        not is_changed(answer, gold)
+        and _agree(_parsed(f"${with_units(answer)}$"), _parsed_gold(gold))
     )
 
 
@@ -90,12 +107,31 @@ def _agree(given: list[Any], expected: list[Any]) -> bool:
     from math_verify import verify
 
     return any(
-        verify(right, value, timeout_seconds=0)
+        (verify(right, value, timeout_seconds=0) or _equal_doubles(value, right))
         and not _only_rounded_alike(value, right)
         and not _other_places(value, right)
         for right in expected
         for value in given
     )
+
+
+def _equal_doubles(given: Any, gold: Any) -> bool:
+    """Whether two numbers are equal to a double's digits: 6.02e23 has 602*10^21's.
+
+    math-verify compares six decimals, of which so large a double has none.
+    """
+    from sympy import Float, UnevaluatedExpr
+
+    if not all(getattr(each, "is_number", False) for each in (given, gold)):
+        return False
+    if given.has(UnevaluatedExpr) or gold.has(UnevaluatedExpr):  # a per cent
+        return False
+    if not (given.has(Float) or gold.has(Float)):
+        return False
+    error, size = ((given / gold - 1).evalf(), gold.evalf()) if gold.is_nonzero else (gold, gold)
+    if not (error.is_comparable and size.is_comparable):
+        return False
+    return bool(abs(size) > _LARGE and abs(error) < _DOUBLE_DIGITS)
 
 
 def _only_rounded_alike(given: Any, gold: Any) -> bool:

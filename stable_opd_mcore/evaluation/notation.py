@@ -1,4 +1,4 @@
-"""Answers in Unicode's signs and in decoration, rewritten in plain LaTeX.
+"""Answers in Unicode's signs, in decoration and in packages' commands, rewritten in plain LaTeX.
 
 Only for answers and golds: in prose a dash or a superscript may mean anything. What math-verify
 misreads in LaTeX is in answers.py. Standard library only, for grading processes.
@@ -11,7 +11,6 @@ _SIGNS = str.maketrans(
     {
         **{chr(0xFF01 + k): chr(0x21 + k) for k in range(94)},  # full-width ASCII
         **dict.fromkeys("−–—", "-"),  # noqa: RUF001
-        **dict.fromkeys("€£¥", ""),
         **dict.fromkeys("\u00a0\u2009\u202f", r"\,"),
         **{"\u3000": " ", "。": ".", "、": ",", "°": r"^{\circ}"},
         **{"√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ", "∅": r"\emptyset "},
@@ -22,19 +21,56 @@ _SIGNS = str.maketrans(
 _SCRIPT = re.compile("([⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)|([₀₁₂₃₄₅₆₇₈₉]+)")
 _FRACTION = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
 _ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|(\d+(?:\.\d+)?))")
-_DECORATION = re.compile(r"\\(?:boldsymbol|bm|textcolor ?\{\w+\}) ?\{([^{}]*)\}")
+_DECORATION = re.compile(
+    r"\\(?:boldsymbol|bm|(?:text)?color ?\{\w+\}|underline|[Ll]arge|LARGE|[Hh]uge|num)"
+    r" ?\{([^{}]*)\}|\\color ?\{\w+\}|\\hspace ?\{[^{}]*\}"
+    r"|(?:\\(?:(?:black)?square|Box|qed)(?![A-Za-z])|\\\\)\s*\Z"
+)
+_COMMANDS = [  # what math-verify does not know, and what it knows
+    (re.compile(pattern), latex)
+    for pattern, latex in (
+        (r"\\varnothing", r"\\emptyset"),
+        (r"\\(?:s|nice)frac(?=\s*\{)", r"\\frac"),
+        (r"\\([dt]?frac)\s*\\pi\s*(\d)", r"\\\1{\\pi}{\2}"),
+        (r"\\([dt]?binom)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}"),
+        (r"\\mathbb\s+([A-Z])(?![a-z])", r"\\mathbb{\1}"),
+        (r"\\degree(?![a-z])", r"^{\\circ}"),
+        (r"\\lbrace(?![a-z])", r"\\{"),
+        (r"\\rbrace(?![a-z])", r"\\}"),
+        (r"\\colon(?![a-z])", ":"),
+        (r"(?<=\d)(?:\{\.\}|\\text\{\.\})(?=\d)", "."),
+        (r"(?<=\d)\\text\{,\}(?=\d{3})", ","),
+        (r"\\text\s*\{\s*infinity\s*\}", r"\\infty"),
+        (r"\\text\s*\{\s*(?:[Aa]ll )?real numbers\s*\}", r"\\mathbb{R}"),
+        (r"\\(?:text|math(?:rm|it))\s*\{i\}|(?<=\d)(?:\s+i|\\mathrm\s+i)(?![A-Za-z])", "i"),
+        (r"(?<=\d)\s*(?:\\text\s*\{\s*x\s*\}|x)\s*(?=10\s*\^)", r"\\times "),
+    )
+]
+_CURRENCY = re.compile(  # before a number; after it words are units
+    r"\\(?:pounds|euro|yen)(?![a-z])(?:\s*\{\})?|(?<![A-Za-z])(?:(?:US|CA?|AU?|HK|NZ)(?=\\?\$ ?\d)"
+    r"|(?P<text>\\text\s*\{\s*)?(?:USD|EUR|GBP|CAD|AUD|INR|CNY|RMB|JPY|Rs\b\.?)\s*"
+    r"(?(text)\})(?=[\s~]*\d))"
+)
+_COUNTER = re.compile(
+    r"(?<=\d)\s*(?:元|円|圆|圓|원|人|个|個|名|只|本|枚|张|条|次|天|年|岁|厘?米|公[里斤])(?=[\s.。]*\Z)"
+)
 
 
 def in_latex(answer: str) -> str:
     r"""The answer with \sqrt{3} for √3, x^{2} for x², \frac{1}{2} for ½, and 7 for \boldsymbol{7}.
 
-    Without currency signs, which are units.
+    Without signs and codes of currencies, and without counters such as 元, which are units.
     """
-    answer = _DECORATION.sub(r"\1", answer).replace(r"\varnothing", r"\emptyset")
+    answer = _CURRENCY.sub("", answer)
+    for _ in range(3):  # one inside another
+        answer = _DECORATION.sub(r"\1", answer)
+    for pattern, latex in _COMMANDS:
+        answer = pattern.sub(latex, answer)
     if answer.isascii():
         return answer
-    answer = _SCRIPT.sub(_script, _FRACTION.sub(_fraction, answer))
-    return _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", answer).translate(_SIGNS)
+    answer = _COUNTER.sub("", _SCRIPT.sub(_script, _FRACTION.sub(_fraction, answer)))
+    answer = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", answer).translate(_SIGNS)
+    return "".join(sign for sign in answer if sign == "$" or unicodedata.category(sign) != "Sc")
 
 
 def _script(found: re.Match[str]) -> str:

@@ -20,6 +20,7 @@ SMALL_NUMBERS = [  # (gold, boxed answers that are right, boxed answers that are
     ("x^2/4 + y^2/3 = 1", ["x^2/16 + y^2/12 = 1/4"], []),
     (r"\frac{1}{300}", ["0.003333"], ["0.00333"]),  # six decimals, as before
     ("0.0005", [r"0.05\%"], []),
+    ("6.02e23", [r"602\times10^{21}", "602" + "0" * 21], ["6.03e23", "601" + "0" * 21]),  # large
 ]
 NUMBERS = [
     (r"-1./3", [r"-\frac13"], ["-1"]),  # Minerva
@@ -29,6 +30,9 @@ NUMBERS = [
     ("-2.5", ["-2 1/2", r"-2 \frac 1 2"], ["-1.5"]),
     ("12 dollars", ["12", r"12 \text{ dollars}", "12 dollars"], ["13 dollars", "12 thousand"]),
     ("12", ["12 miles per hour"], ["12 million"]),
+    ("2500000", [r"\$2.5\text{ million}", "2.5 million dollars"], ["2.5 billion", "2.5"]),
+    ("6.02e23", ["6.02 x 10^{23}", r"6.02\text{ x }10^{23}"], []),
+    (r"\frac{1}{2}", ["0.5 or 1/2", r"50\%\text{ or }0.5", r"0{.}5"], ["0.5 or 0.6"]),
 ]
 TEXTS = [
     (r"\text{Evelyn}", ["Evelyn", r"\textbf{evelyn.}"], ["Eve"]),  # MATH
@@ -96,6 +100,32 @@ AROUND = [  # an answer with more around its value than the gold
     ("1000", ["1 000"], ["1 00"]),
     ("7.07", [r"5\sqrt2\approx 7.07"], [r"5\sqrt2\approx 7"]),
     ("[1,2)", [r"1\le x<2"], [r"1\le x\le 2"]),
+    ("(1,2)", ["1<x<2", "2>x>1", r"\{x\mid 1<x<2\}"], [r"1\le x<2", "1<x<3"]),
+    (r"(-\infty,3]", [r"x\le3", r"3\geq x"], ["x<3", r"x\ge 3"]),
+    (r"(-\infty,-1)\cup(1,\infty)", [r"x<-1\text{ or }x>1"], [r"x<-1\text{ and }x>1", "x>1"]),
+    ("5", ["Answer: 5", "The answer is 5", r"\text{The answer is 5}"], ["The answer is not 5"]),
+    ("5", [r"\text{Area} = 5\text{ cm}^2", r"5 \square", r"\color{red}{5}", r"\Large{5}"], []),
+    ("C", [r"\text{Option C}", "Answer: C", "choice (C)"], ["Option D", "not C", "C or D"]),
+    ("12:30 PM", [r"\text{12:30 p.m.}"], [r"\text{12:30 a.m.}"]),
+    ("100", ["₹100", "₩100", "100元", "US\\$100", "USD 100", r"\text{Rs. }100"], ["100万"]),
+    ("R+C", ["R+C", "$R+C$"], []),
+]
+CHANGED = [  # what math-verify leaves out changes the value
+    ("5", ["5", r"5\text{ cm}"], [r"5\text{ or more}", r"5\text{ at most}", r"\geq 5", r"\neq 5"]),
+    (r"5\text{ or more}", [r"5\text{ or more}", "5 or more"], ["5", r"5\text{ or less}"]),
+    (r"x \ge 5", [r"x \ge 5", r"5 \le x"], ["5", r"x \le 5"]),
+    ("5", [], [r"5\mathrm{i}", r"5\text{i}", r"5\text{ million}"]),
+    ("5", [], [r"5\text{ ft }6\text{ in}", r"5\text{ h }30\text{ min}", "5 ft 6 in"]),
+    (
+        r"5\text{ ft }6\text{ in}",
+        [r"5\text{ feet }6\text{ inches}"],
+        ["5", r"5\text{ ft }7\text{ in}"],
+    ),
+    ("2i", [r"2\mathrm{i}", "2 i"], ["2"]),
+    ("11_2", ["11", "11_{2}"], ["11_3", "11_{10}"]),
+    ("GM/r", ["GM/r", r"\frac{G M}{r}", "v = GM/r"], ["Gm/r", "GM/R"]),
+    (r"\frac{1}{2} m v^2", [r"E = \frac{mv^2}{2}"], [r"\frac12 Mv^2"]),
+    ("x+y", ["y+x"], ["X+Y"]),
 ]
 
 
@@ -103,7 +133,7 @@ AROUND = [  # an answer with more around its value than the gold
     ("gold", "right", "wrong"),
     [
         *(*SMALL_NUMBERS, *NUMBERS, *TEXTS, *LISTS, *CHOICES),
-        *(*PERCENTS, *PLACES, *SIGNS, *AROUND),
+        *(*PERCENTS, *PLACES, *SIGNS, *AROUND, *CHANGED),
     ],
 )
 def test_rules(gold, right, wrong):
@@ -136,6 +166,31 @@ def test_rules(gold, right, wrong):
 )  # fmt: skip
 def test_forms_of_the_box(response, expected):
     assert is_right(response, "7") is expected
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("7", True),
+        ("7 dollars", True),
+        ("7 m", True),
+        ("7 because 8 is even", True),
+        ("7. Or 8", True),
+        ("7 or 7.0", True),
+        ("7 or 8", False),
+        ("$7$, 8", False),
+        ("either 7 or 8", False),
+        ("7 or more", False),
+        ("at least 7", False),
+        ("not 7", False),
+        ("7x", False),
+        ("7 million dollars", False),
+        ("7 feet 6 inches", False),
+    ],
+)  # fmt: skip
+def test_a_statement_without_a_box(statement, expected):
+    assert is_right(f"So the answer is {statement}.", "7") is expected
+    assert is_right(f"**Answer:** {statement}", "7") is expected
 
 
 @pytest.mark.parametrize(
