@@ -31,6 +31,11 @@ _DEFAULT_COLUMNS = ColumnsConfig()
 _BATCH_ROWS = 64
 _MAX_LINE_BYTES = 64 * 2**20
 
+# Columns of what belongs to a prompt.
+_SYSTEM = ("system", "system_prompt")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+PARTS_OF_PROMPT = (*_SYSTEM, *_MEDIA, "input")
+
 _GSM8K_ANSWER = re.compile(r"\n?####[ \t]*([^\n]+?)\s*\Z")
 SURROGATE = re.compile("[\ud800-\udfff]")
 _WITH_THOUSANDS = re.compile(r"[-+$]*\d{1,3}(,\d{3})+(\.\d+)?")
@@ -139,14 +144,14 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
     messages, golden, answer, solution = (), (), None, None
     if columns.messages is None:
         problem = _text(record, columns.problem, place, "problem")
-        if columns.problem == "instruction":  # Alpaca's form
-            _refuse_unread_part(record, columns.problem, "input", place)
+        alpaca = ("input",) if columns.problem == "instruction" else ()
+        _refuse_unread_parts(record, columns.problem, (*_SYSTEM, *alpaca), place)
     else:
         value = _lookup(record, columns.messages, place, "messages")
         where = f"{place}: column {columns.messages!r} (messages)"
         messages, golden = parse_messages(value, where, _content, columns.golden)
         if messages[0]["role"] != "system":
-            _refuse_unread_part(record, columns.messages, "system", place)
+            _refuse_unread_parts(record, columns.messages, _SYSTEM, place)
         said = [each["content"] for each in messages if each["role"] != "system"]
         problem = "\n\n".join(filter(None, said))
         if len(golden) == 1 and "tool_calls" not in golden[0]:
@@ -164,14 +169,25 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
     return Row(row_id, *texts, messages=messages, golden_turns=golden, tools=tools)
 
 
-def _refuse_unread_part(record: Record, read: str, name: str, place: str) -> None:
-    """Refuse a text that belongs to the prompt and stands in a column of its own."""
-    text = record.get(name)
-    if isinstance(text, str) and text.strip():
-        raise DataError(
-            f"{place}: column {name!r} has a text ({text!r:.40}) of the prompt, but only column "
-            f"{read!r} is read; write it into that one, or remove or rename the column"
-        )
+def _refuse_unread_parts(record: Record, read: str, texts: Collection[str], place: str) -> None:
+    """Refuse what belongs to the prompt and stands in a column of its own: a text in one of
+    `texts`, an image, a video, a sound."""
+    for name in texts:
+        text = record.get(name)
+        if name != read and isinstance(text, str) and text.strip():
+            raise DataError(
+                f"{place}: column {name!r} has a text ({text!r:.40}) of the prompt, but only "
+                f"column {read!r} is read; write it into that one, or remove or rename the column"
+            )
+    for name in _MEDIA:
+        value = record.get(name)
+        parts = value.values() if isinstance(value, Mapping) else value
+        parts = parts if isinstance(parts, Collection) and not isinstance(parts, str) else [parts]
+        if name != read and any(part not in (None, "", b"", []) for part in parts):
+            raise DataError(
+                f"{place}: column {name!r} holds {type(value).__name__}, but a prompt is text "
+                "only; remove the row, or remove or rename the column"
+            )
 
 
 def _kept(record: Record, whole: bool, required: Collection[str], place: str) -> Record | None:

@@ -108,7 +108,13 @@ def test_no_file_of_a_folder_is_passed_over(tmp_path, names, readme, refused):
 
 
 @pytest.mark.parametrize(
-    ("columns", "name"), [({"messages": "m"}, "system"), ({"problem": "instruction"}, "input")]
+    ("columns", "name"),
+    [
+        ({"messages": "m"}, "system"),
+        ({"problem": "instruction"}, "input"),
+        ({"problem": "instruction"}, "system"),
+        ({"problem": "instruction"}, "system_prompt"),
+    ],
 )
 def test_a_part_of_the_prompt_in_a_column_of_its_own_is_refused(tmp_path, columns, name):
     system, ask = {"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}
@@ -123,6 +129,22 @@ def test_a_part_of_the_prompt_in_a_column_of_its_own_is_refused(tmp_path, column
         jsonl(tmp_path / "a.jsonl", [{**record, "m": [system, ask], "system": "x"}]),
         columns=ColumnsConfig(messages="m"),
     )
+
+
+@pytest.mark.parametrize("columns", [{"messages": "m"}, {"problem": "p"}])
+def test_rows_with_images_are_refused(tmp_path, columns):
+    record = {"m": [{"role": "user", "content": "Find x."}], "p": "Find x.", "answer": "2"}
+    none = {"image": None, "images": [None], "video": "", "audio": {"bytes": None, "path": None}}
+    load(jsonl(tmp_path / "a.jsonl", [record | none]), columns=ColumnsConfig(**columns))
+    for some in (
+        {"images": ["a.png"]},
+        {"image": {"bytes": "x", "path": None}},
+        {"video": "a.mp4"},
+    ):
+        path = jsonl(tmp_path / "a.jsonl", [record | none, record | some])
+        (name,) = some
+        with pytest.raises(DataError, match=rf"a\.jsonl:2: column '{name}' holds .* text only"):
+            load(path, columns=ColumnsConfig(**columns))
 
 
 @pytest.mark.parametrize(
