@@ -17,18 +17,16 @@ from stable_opd_mcore.host.hub import is_hub_id
 
 STATE = "state.json"  # in a saved data set
 _DATA_FILE = re.compile(
-    r".*\.(json|jsonl|ndjson|parquet|csv|tsv|arrow|txt)(\.(gz|bz2|xz|zst|lz4|zip))?", re.IGNORECASE
+    r".*\.(json|jsonl|ndjson|parquet|csv|tsv|arrow|txt)(\.(gz|bz2|xz|zst|lz4|zip))?"
+    r"(\.(incomplete|part|partial|tmp|crdownload|download|aria2))?",
+    re.IGNORECASE,
 )
 _OTHER_JSON = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _SHARD = re.compile(r"(.*[-_.])(\d+)-of-(\d+)(?!\d).*")
 
 
-def _refuse_unread_files(folder: Path, read: Iterable[str]) -> None:
-    """Refuse a folder with data files that are not among those `read`, which are of all splits.
-
-    `datasets` reads only the most frequent kind of file. Where README.md or names give some files
-    to a split, it passes over the others.
-    """
+def unread_files(folder: Path, read: Iterable[str]) -> list[str]:
+    """The data files of a folder that are not among those `read`, by their names in it."""
     known = set(map(os.path.realpath, read))
     unread: list[str] = []
     for file in sorted(folder.rglob("*")):
@@ -37,7 +35,16 @@ def _refuse_unread_files(folder: Path, read: Iterable[str]) -> None:
         is_data = _DATA_FILE.fullmatch(file.name) and file.name not in (*_OTHER_JSON, STATE)
         if is_data and not is_hidden and file.is_file() and os.path.realpath(file) not in known:
             unread.append(str(name))
-    if unread:
+    return unread
+
+
+def _refuse_unread_files(folder: Path, read: Iterable[str]) -> None:
+    """Refuse a folder with data files that are not among those `read`, which are of all splits.
+
+    `datasets` reads only the most frequent kind of file. Where README.md or names give some files
+    to a split, it passes over the others.
+    """
+    if unread := unread_files(folder, read):
         more = f" and {len(unread) - 3} more" if unread[3:] else ""
         raise DataError(
             f"{folder}: {', '.join(unread[:3])}{more} would not be read with its other files: "
@@ -47,7 +54,7 @@ def _refuse_unread_files(folder: Path, read: Iterable[str]) -> None:
         )
 
 
-def _refuse_missing_shards(folder: Path, read: Iterable[str]) -> None:
+def refuse_missing_shards(folder: Path, read: Iterable[str]) -> None:
     """Refuse a series of files `NAME-00000-of-00003` that is not whole."""
     found: dict[tuple[str, int], set[int]] = {}
     for shard in filter(None, map(_SHARD.fullmatch, read)):
@@ -102,7 +109,7 @@ def read_dataset(source: SourceConfig) -> Iterator[tuple[int, dict[str, Any]]]:
                 files = _files_of_splits(source.path)
                 _refuse_unread_files(path, chain(*files.values()))
                 of_split = (files[each] for each in files if each in source.split)
-                _refuse_missing_shards(path, chain(*of_split))
+                refuse_missing_shards(path, chain(*of_split))
             name, commit = (source.options.get(key) for key in ("configuration", "revision"))
             builder = datasets.load_dataset_builder(source.path, name, revision=commit)
             if commit is not None and builder.hash != commit:  # as datasets does without a network

@@ -1,13 +1,15 @@
 """Checks the options of `prepare` and the files of its source before a row is filtered."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stable_opd_mcore.config.data import ColumnsConfig
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.sources import read_file
+from stable_opd_mcore.data.dataset_folders import refuse_missing_shards, unread_files
+from stable_opd_mcore.data.sources import PARTS_OF_PROMPT, read_file
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.host.hub import TOKENIZER_FILES, download, is_hub_id
@@ -16,6 +18,7 @@ from stable_opd_mcore.preparation.recipes import BOTH, OPD, RECIPES, SFT, Recipe
 from stable_opd_mcore.preparation.rules import Rules
 
 SFT_ROWS = 33_000
+_OTHER_SPLIT = re.compile(r"(?:\A|[-_./])(?:test|validation|valid|val|dev|eval)(?:[-_./\d]|\Z)")
 DROPPED = "_dropped"  # ends the name of the file of the dropped rows
 
 
@@ -68,6 +71,12 @@ def preparation_of(
     writes_benchmarks = benchmarks is None or benchmarks.resolve() != directory.resolve()
     written = (*outputs, f"{name}{DROPPED}", *(BENCHMARKS if writes_benchmarks else ()))
     _require_new_files(name, origin, paths, [directory / f"{each}.jsonl" for each in written])
+    if place.is_dir():
+        refuse_missing_shards(place, map(str, paths))
+    if place.is_dir() and not is_hub_id(source or ""):
+        own = [directory / f"{each}.jsonl" for each in written]
+        others = [directory, benchmarks or directory, directory / f"{name}.manifest.json", *own]
+        _require_all_read(chosen, place, paths, others)
     given, read, required = _columns(chosen, columns)
     for path in paths:
         require_columns(path, required)
@@ -106,7 +115,8 @@ def _columns(
     names = given.model_dump(exclude={"golden"}).values()
     read = tuple(column for column in names if column is not None)
     # A source may lack the default column of solutions.
-    return given, read, tuple(column for column in read if column != ColumnsConfig().solution)
+    names = (*read, *PARTS_OF_PROMPT)
+    return given, names, tuple(column for column in read if column != ColumnsConfig().solution)
 
 
 def _recipe(name: str, columns: Mapping[str, str], sft_rows: int) -> Recipe:
@@ -140,6 +150,32 @@ def _require_new_files(
     for path in written:
         if path.resolve() in read:
             raise UserError(f"{path} would replace its own source; name another --directory")
+
+
+def _require_all_read(
+    recipe: Recipe, folder: Path, read: Sequence[Path], others: Sequence[Path]
+) -> None:
+    """Refuse a folder with data files that would be passed over.
+
+    Not other splits, nor other configurations of a data set on the hub, nor the command's own files
+    in `others`.
+    """
+    apart = [path.resolve() for path in others if path.resolve() != folder.resolve()]
+    unread = [folder / name for name in unread_files(folder, map(str, read))]
+    unread = [
+        str(path.relative_to(folder))
+        for path in unread
+        if not _OTHER_SPLIT.search(path.relative_to(folder).as_posix())
+        and not any(path.resolve().is_relative_to(each) for each in apart)
+        and (recipe.hub_id is None or path.parent == read[0].parent)
+    ]
+    if unread:
+        more = f" and {len(unread) - 3} more" if unread[3:] else ""
+        raise DataError(
+            f"{folder}: {', '.join(unread[:3])}{more} would not be read with "
+            f"{read[0].relative_to(folder)}: one kind of file in one folder is read; give --source "
+            "one file, convert these, or move them away"
+        )
 
 
 def _tokenizer(student: str, revision: str | None) -> Tokenizer:

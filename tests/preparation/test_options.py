@@ -1,11 +1,15 @@
 """What is refused before the first row is read, and what a preparation reads and writes."""
 
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.preparation.options import find_files, require_columns
 from tests.hub_server import COMMIT, hub_server, use_hub
-from tests.preparation.make_inputs import make_inputs, small_preparation
+from tests.preparation.make_inputs import make_inputs, small_preparation, write_benchmarks
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +105,42 @@ def test_no_file_of_a_preparation_replaces_another(inputs, tmp_path):
     with pytest.raises(UserError, match=r"amc\.jsonl would replace its own source; name another"):
         small_preparation(inputs, tmp_path, source=str(tmp_path), **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "recipe", "refused"),
+    [
+        (["a.parquet", "b.jsonl"], "rows", r"b\.jsonl would not be read with a\.parquet"),
+        (["a.jsonl", "more/b.jsonl", "c.csv"], "rows", r"c\.csv, more/b\.jsonl would not"),
+        (["a.jsonl", "b.jsonl.part"], "rows", r"b\.jsonl\.part would not be read"),
+        (["train.jsonl", "train-1.json"], "gsm8k", r"train-1\.json would not be read"),
+        (["train.jsonl", "test.jsonl", "socratic/train.jsonl"], "gsm8k", None),
+        (["data/train-0.parquet", "data/test-0.parquet", ".hidden.jsonl"], "rows", None),
+        (["a-00000-of-00003.jsonl", "a-00002-of-00003.jsonl"], "rows", "number 1 is missing"),
+        (["a.jsonl", "out/mine.jsonl", "benchmarks/amc.jsonl"], "rows", None),
+    ],
+)
+def test_no_file_of_a_source_is_passed_over(inputs, tmp_path, names, recipe, refused):
+    source = tmp_path / "mine"
+    record = {"problem": "x", "question": "x", "answer": "1", "solution": "It is 1."}
+    for name in names:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("parquet"):
+            pq.write_table(pa.Table.from_pylist([record]), source / name)
+        else:
+            (source / name).write_text(json.dumps(record) + "\n")
+    write_benchmarks(source / "benchmarks")
+    options = {
+        "recipe": recipe,
+        "source": str(source),
+        "sft_rows": 33_000,
+        "benchmarks": source / "benchmarks",
+    }
+    if refused is None:
+        small_preparation(inputs, source / "out", **options)
+        return
+    with pytest.raises(DataError, match=refused):
+        small_preparation(inputs, source / "out", **options)
 
 
 def test_bad_files_are_named(tmp_path):

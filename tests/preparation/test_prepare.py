@@ -4,6 +4,8 @@ import hashlib
 import json
 from collections import Counter
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from stable_opd_mcore.config.data import SourceConfig
@@ -186,3 +188,16 @@ def test_the_order_of_a_problem_does_not_depend_on_other_rows():
     few, many = ["5", "6", "7", "8"], ["5", "1", "6", "2", "7", "3", "8"]
     order = [many[row] for row in shuffled(many, range(7), seed=3)]
     assert [key for key in order if key >= "5"] == [few[row] for row in shuffled(few, range(4), 3)]
+
+
+def test_rows_of_parquet_with_an_unread_part_of_the_prompt_are_dropped(inputs, tmp_path):
+    rows = [
+        {"problem": f"{word}?", "answer": "1", "solution": "It is 1.", "system": s, "images": i}
+        for word, s, i in (("a", None, []), ("b", "Think.", None), ("c", None, ["x.png"]))
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mine.parquet")
+    options = {"recipe": "rows", "source": str(tmp_path / "mine.parquet"), "sft_rows": 33_000}
+    prepare_data(small_preparation(inputs[0], tmp_path / "data", **options), print)
+    assert [row["problem"] for row in json_lines(tmp_path / "data" / "mine.jsonl")] == ["a?"]
+    dropped = [row["detail"] for row in json_lines(tmp_path / "data" / "mine_dropped.jsonl")]
+    assert ["'system' has a text" in dropped[0], "'images' holds list" in dropped[1]] == [True] * 2
