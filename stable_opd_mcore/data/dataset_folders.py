@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from stable_opd_mcore.config.data import SourceConfig
 from stable_opd_mcore.errors import DataError
@@ -22,6 +22,7 @@ _DATA_FILE = re.compile(
     re.IGNORECASE,
 )
 _OTHER_JSON = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+_NARROW = re.compile(r"\b(?:half)?float\b")  # Arrow's names of float16 and float32
 _SHARD = re.compile(r"(.*[-_.])(\d+)-of-(\d+)(?!\d).*")
 
 
@@ -130,4 +131,32 @@ def read_dataset(source: SourceConfig) -> Iterator[tuple[int, dict[str, Any]]]:
             f"{error.__cause__ or error}. Without internet, download it elsewhere and set "
             "data.*.path to the directory or file"
         ) from error
-    yield from enumerate(dataset)  # pyright: ignore[reportReturnType]
+    table = cast("datasets.Dataset", dataset)
+    records = cast("Iterable[dict[str, Any]]", table)
+    yield from enumerate(with_shortest_floats(records, table.features.arrow_schema))
+
+
+def with_shortest_floats(
+    records: Iterable[dict[str, Any]], schema: Any
+) -> Iterator[dict[str, Any]]:
+    """Rows of an Arrow table with 0.1 for a float32 of 0.1, which Arrow gives as
+    0.10000000149011612; `schema` has the types of the columns."""
+    narrow = {field.name: field.type for field in schema if _NARROW.search(str(field.type))}
+    for record in records:
+        own = {name: _shortest(record[name], kind) for name, kind in narrow.items()}
+        yield {**record, **own} if own else record
+
+
+def _shortest(value: Any, kind: Any) -> Any:
+    from numpy import float16, float32
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_float16(kind) or types.is_float32(kind):
+        return float(str(float16(value) if types.is_float16(kind) else float32(value)))
+    if types.is_list(kind) or types.is_large_list(kind):
+        return [_shortest(each, kind.value_type) for each in value]
+    if types.is_struct(kind):
+        return {name: _shortest(each, kind.field(name).type) for name, each in value.items()}
+    return value

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig, TrainSource
-from stable_opd_mcore.data.dataset_folders import STATE, read_dataset
+from stable_opd_mcore.data.dataset_folders import STATE, read_dataset, with_shortest_floats
 from stable_opd_mcore.data.messages import parse_messages, tool_names
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, SYNTHETIC, arithmetic_rows
@@ -255,7 +255,7 @@ def _text(record: Record, column: str, place: str, role: str) -> str:
             )
         # Exports of tables write a missing value as the text "nan".
         if (isinstance(part, float) and not math.isfinite(part)) or text.lower() == "nan":
-            raise DataError(f"{where} is {text}, not an {role}; fill it or remove the row")
+            raise DataError(f"{where} is {text}, not text; fill it or remove the row")
         if SURROGATE.search(text):
             raise DataError(f"{where} has a lone surrogate, half a character; fix the row")
     return ", ".join(texts)
@@ -298,7 +298,11 @@ def _read_parquet(
         columns = {*columns, *(name.split(".")[0] for name in columns)}
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(_BATCH_ROWS, columns=columns)
-        yield from enumerate(_own(record) for batch in batches for record in batch.to_pylist())
+        yield from enumerate(
+            _own(record)
+            for batch in batches
+            for record in with_shortest_floats(batch.to_pylist(), batch.schema)
+        )
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path}: not readable as parquet; write it again: {error}") from error
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -271,6 +272,18 @@ def test_tables_add_no_arguments_to_tool_calls(tmp_path):
         rows = [record for _, record in read_records(SourceConfig(path=str(tmp_path / name)))]
         found = [row["m"][0]["tool_calls"][0]["function"] for row in rows]
         assert [(each["name"], each["arguments"]) for each in found] == calls
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+def test_floats_of_tables_keep_their_digits(tmp_path, kind):
+    floats = pa.array(np.array([0.1, -2.5, 0.0], kind))
+    lists = pa.ListArray.from_arrays([0, 2, 3, 3], floats)
+    table = pa.table({"problem": ["a", "b", "c"], "answer": floats, "list": lists})
+    pq.write_table(table, tmp_path / "train.parquet")
+    for path in (tmp_path / "train.parquet", tmp_path):
+        rows = load_rows(SourceConfig(path=str(path)), with_columns=True)
+        assert [row.answer for row in rows] == ["0.1", "-2.5", "0.0"]
+        assert [(row.columns or {})["list"] for row in rows] == [[0.1, -2.5], [0.0], []]
 
 
 def test_only_the_needed_columns_of_parquet_are_read_with_their_own_types(tmp_path):
