@@ -6,6 +6,7 @@ the file. A run's resolved copy holds every value and no base.
 
 import difflib
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,12 +24,15 @@ from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import write_atomically
 
 BASE = "base"
+_LOG = logging.getLogger(__name__)
 
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None
 ) -> Config:
     """Read `path` and its bases, apply overrides such as "train.steps=10", validate.
+
+    The last override of a key counts; the log names the others, because scripts append theirs.
 
     Args:
         changes: plain values that replace those of the file, before the overrides.
@@ -38,9 +42,14 @@ def load_config(
             wrong type or value.
     """
     path = Path(path)
+    last: dict[str, str] = {}
     for item in overrides:
         if "=" not in item:
             raise ConfigError(f"override {item!r} has no =: write key=value, e.g. train.steps=10")
+        key = item.partition("=")[0]
+        if last.setdefault(key, item) != item:
+            _LOG.warning("override %.200s has no effect: %.200s comes later", last[key], item)
+        last[key] = item
     plain: dict[str, Any] = _escaped(changes or {})
     try:
         tree = _with_bases(path)

@@ -129,3 +129,11 @@ def test_bases_that_cannot_be_used_are_refused(tmp_path, files, message):
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config(tmp_path / "a.yaml")
+
+
+def test_the_log_names_an_override_that_a_later_one_replaces(caplog):
+    same = load_config(SMOKE, ["train.steps=3", "train.steps=3"])
+    assert (same.train.steps, caplog.messages) == (3, [])
+    config = load_config(SMOKE, ["train.steps=3", "kl.beta=0.1", "train.steps=4"])
+    assert config.train.steps == 4
+    assert caplog.messages == ["override train.steps=3 has no effect: train.steps=4 comes later"]
