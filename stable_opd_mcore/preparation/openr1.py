@@ -44,9 +44,9 @@ class _Row(BaseModel):
     answer: str | None = None
     question_type: str | None = None
     generations: list[str] | None = None
-    correctness_math_verify: list[Any] | None = None
-    is_reasoning_complete: list[Any] | None = None
-    finish_reasons: list[Any] | None = None
+    correctness_math_verify: list[bool | None] | None = None
+    is_reasoning_complete: list[bool | None] | None = None
+    finish_reasons: list[str | None] | None = None
 
 
 def read_openr1(record: Mapping[str, Any], place: str) -> tuple[str, Candidate | Dropped]:

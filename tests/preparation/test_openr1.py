@@ -38,6 +38,9 @@ def test_a_real_row():
     [
         {"answer": 2},
         {"generations": [None] * 4},
+        {"correctness_math_verify": ["True", "True", "False", "True"]},
+        {"is_reasoning_complete": [float("nan")] * 4},
+        {"finish_reasons": [1] * 4},
         {"is_reasoning_complete": 4},
         {"finish_reasons": ["stop"]},
         {"correctness_math_verify": [True]},
