@@ -98,8 +98,10 @@ def grade_files(paths: Sequence[Path], output: Path, settings: FileGradingSettin
         UserError: no such file, no column for the response, no room in `output`.
     """
     verdicts = output / "verdicts.jsonl"
-    for path in paths:
+    for number, path in enumerate(paths):
         _require_file(path, verdicts)
+        if path.resolve() in map(Path.resolve, paths[:number]):
+            raise DataError(f"{path} is given twice, and its rows would count twice; drop one")
     names = ["standard input" if path == STANDARD_INPUT else str(path) for path in paths]
     columns, first = _columns_and_lines(paths[0], names[0], settings.columns)
     settings = replace(settings, columns=columns)

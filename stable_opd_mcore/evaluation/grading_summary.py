@@ -14,6 +14,7 @@ NUM_LISTED = 20  # rows of each kind in _LISTED
 _LISTED = {
     "right_in_loop": "{} right responses hold the gold answer, but loop until their budget ends",
     "refused": "{} of {num_rows} rows refused",
+    "ungraded": "{} of {num_rows} rows have no gold answer and are not in the accuracy",
 }
 _AREA = "all"
 _TABLE = {  # heading -> name of the number, decimals
@@ -57,9 +58,9 @@ def summarise(
 ) -> dict[str, Any]:
     """What `summary.json` says about the records of a file of verdicts, in one pass.
 
-    `num_rows`, `unit` of lengths, `all` and `groups`; then for two kinds of rows, `refused` and
-    `right_in_loop`, their number (`num_refused`) and the first ones: the row's number, after its
-    file's name if there are several, and the reason or its id.
+    `num_rows`, `unit` of lengths, `all` and `groups`; then for three kinds of rows, `refused`,
+    `ungraded` and `right_in_loop`, their number (`num_refused`) and the first ones: the row's
+    number, after its file's name if there are several, and the reason or its id.
     """
     totals = _Totals(max_length)
     by_group: defaultdict[str, _Totals] = defaultdict(lambda: _Totals(max_length))
@@ -81,6 +82,8 @@ def summarise(
         totals.add(response)
         if record["group"] is not None:
             by_group[record["group"]].add(response)
+        if record["reward"] is None:
+            add("ungraded", record, record["id"])
         if record["right_in_loop"]:
             add("right_in_loop", record, record["id"])
     groups = {name: by_group[name].plain() for name in sorted(by_group)}
@@ -107,6 +110,9 @@ def table(summary: dict[str, Any]) -> str:
         lines.append(printable_line(f"columns: {shown}", 300))
     for kind, heading in _LISTED.items():
         count, rows = summary[f"num_{kind}"], summary[kind]
+        if kind == "ungraded" and count == summary["num_rows"] - summary["num_refused"]:
+            lines += ["no row has a gold answer; name its column with --gold"] if count else []
+            continue
         if count:
             lines.append(heading.format(count, **summary))
         lines += [

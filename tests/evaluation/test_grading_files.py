@@ -167,6 +167,9 @@ def test_what_cannot_be_scored_is_refused(tmp_path):
     own = write(tmp_path / "verdicts.jsonl", [{"response": "x"}])
     with pytest.raises(DataError, match="replaced by its own verdicts; give another --output"):
         grade_file(own, tmp_path, FileGradingSettings())
+    twice = [own, tmp_path / ".." / tmp_path.name / own.name]
+    with pytest.raises(DataError, match="is given twice, and its rows would count twice"):
+        grade_files(twice, tmp_path / "out", FileGradingSettings())
 
 
 @pytest.mark.parametrize(

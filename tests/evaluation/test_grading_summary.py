@@ -57,7 +57,11 @@ def test_the_table_names_groups_and_what_needs_attention():
         "  row a.jsonl:5: r5",
         "1 of 5 rows refused",
         "  row 3: not JSON",
+        "1 of 5 rows have no gold answer and are not in the accuracy",
+        "  row 4: r4",
     ]
+    lines = table(summarise([RECORDS[2], RECORDS[3]], "tokens", None)).splitlines()
+    assert lines[-1] == "no row has a gold answer; name its column with --gold"
 
 
 def test_a_group_called_all_and_control_characters_do_no_harm():
