@@ -42,8 +42,9 @@ _NO_UNIT = re.compile(
 )
 _INSIDE = rf"(?<=[\w}})]){_SPACE}*\\(?:text|mbox|mathrm)\s*\{{"
 _UNIT_INSIDE = re.compile(rf"{_INSIDE}[^{{}}]*\}}(?={_SPACE}*[,;])")
-_TWO_UNITS = re.compile(  # 5\text{ ft }6\text{ in}
-    rf"(\d){_SPACE}*\\(?:text|mbox|mathrm)\s*\{{[^{{}}]*[A-Za-z][^{{}}]*\}}{_SPACE}*(?=\d)"
+TWO_UNITS = re.compile(  # 5\text{ ft }6\text{ in}
+    rf"(\d){_SPACE}*\\(?:text|mbox|mathrm)\s*\{{(?![^{{}}]*\b(?:and|or|if|when|where|for)\b)"
+    rf"[^{{}}A-Za-z]*[A-Za-z][^{{}}]*\}}{_SPACE}*(?=\d)"
 )
 _MULTIPLE = re.compile(
     rf"(?<=[\d}}]){_SPACE}*(?:(\\(?:text|mbox|mathrm)\s*\{{)\s*)?(thousand|million|billion|trillion)s?\b"
@@ -60,7 +61,7 @@ _FORMATTING = re.compile(r"\\(?:left|right)\b|\\[()\[\]]|\\?\$|\*\*")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")
 _LEAD = (
     r"(?:(?i:the|my|correct|right|final|answer|result|solution|value|total|option|choice|is|equals"
-    r"|so|it|we get|thus|therefore|hence)\b[: ,]*)"
+    r"|so|it|we get|thus|therefore|hence|about|approximately|exactly)\b[: ,]*)"
 )
 _CHOICE = re.compile(rf"{_LEAD}*(?:\(([A-J])\)|([A-J])(?:\)|[.:](?=\s|\Z)|\Z))\s*(.*)", re.DOTALL)
 _NEXT_CHOICE = re.compile(
@@ -166,7 +167,7 @@ def with_units(answer: str) -> str:
 
     So `5\text{ cm and }3\text{ cm}` becomes `5, 3\text{ cm}`.
     """
-    answer = _TWO_UNITS.sub(r"\1, ", _WORDS_INSIDE.sub(", ", _UNIT_INSIDE.sub("", answer)))
+    answer = TWO_UNITS.sub(r"\1, ", _WORDS_INSIDE.sub(", ", _UNIT_INSIDE.sub("", answer)))
     found = _UNIT.fullmatch(answer)
     return answer if not found or _NO_UNIT.search(answer) else rf"{found[1]} \text{{{found[2]}}}"
 
@@ -252,12 +253,19 @@ def other_readings(answer: str, gold: str) -> Iterator[tuple[str, str]]:
         yield found[1].strip(), gold
     if re.search(r"[\[(].*,.*[\])]", gold) and (interval := _interval(answer)):
         yield interval, gold
+    yield from _without_units(answer, gold)
+
+
+def _without_units(answer: str, gold: str) -> Iterator[tuple[str, str]]:
+    given, expected = _UNITS.fullmatch(answer), _UNITS.fullmatch(gold)
+    if expected and not given and "/" in gold[expected.end(1) :]:  # m alone may be a variable
+        yield answer, expected[1]
     if re.search(r"(?<![\\A-Za-z])[A-Za-z]", _TEXT.sub("", gold)):  # the unit may be a variable
         return
     if _DIGIT_GROUPS.fullmatch(answer):
         yield answer.replace(" ", ""), gold
-    if found := _UNITS.fullmatch(answer):
-        yield found[1], gold
+    if given:
+        yield given[1], gold
 
 
 def alternatives(answer: str) -> list[str]:

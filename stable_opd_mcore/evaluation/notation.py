@@ -29,7 +29,10 @@ _DECORATION = re.compile(
 _COMMANDS = [  # what math-verify does not know, and what it knows
     (re.compile(pattern), latex)
     for pattern, latex in (
+        (r"(?<!\\)~", r"\\ "),
+        (r"`", ""),
         (r"\\varnothing", r"\\emptyset"),
+        (r"\\([dt]?frac) ([A-Za-z]) ?([A-Za-z\d])(?![A-Za-z])", r"\\\1{\2}{\3}"),
         (r"\\(?:s|nice)frac(?=\s*\{)", r"\\frac"),
         (r"\\([dt]?frac)\s*\\pi\s*(\d)", r"\\\1{\\pi}{\2}"),
         (r"\\([dt]?binom)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}"),

@@ -6,7 +6,7 @@ grading processes.
 
 import re
 
-from stable_opd_mcore.evaluation.answers import without_text
+from stable_opd_mcore.evaluation.answers import TWO_UNITS, without_text
 
 _THAN = r"\b(?:more|less|fewer|greater|larger|smaller|higher|lower) than\b"
 _LIMIT = r"\bat (?:least|most)\b|\bup to\b"
@@ -49,8 +49,8 @@ def stated(response: str) -> str | None:
 def is_changed(answer: str, gold: str) -> bool:
     r"""Whether the answer says another thing than its number or formula, which the gold does not.
 
-    Bounds: 5\text{ or more}, at least 5, \geq 5. Bases: 11_{3} for 11_{2}. Symbols: Gm/r for GM/r.
-    Not for golds that are solutions in sentences.
+    Bounds: 5\text{ or more}, at least 5, \geq 5. Bases: 11_{3} for 11_{2}. Second quantities:
+    5\text{ ft }5\text{ in}. Symbols: Gm/r for GM/r. Not for golds that are solutions in sentences.
     """
     if max(len(answer), len(gold)) > _SHORT or "boxed" in gold:
         return False
@@ -60,16 +60,18 @@ def is_changed(answer: str, gold: str) -> bool:
         (bounds != gold_bounds and "=" not in gold)
         or bool(_RELATION.match(answer.lstrip()) and not _RELATION.search(gold))
         or bool(bases and gold_bases and bases != gold_bases)
-        or _other_capitals(_symbols(answer), _symbols(gold))
+        or len(TWO_UNITS.findall(answer)) != len(TWO_UNITS.findall(gold))
+        or _other_capitals(answer, gold)
     )
 
 
-def _other_capitals(letters: set[str], gold_letters: set[str]) -> bool:
+def _other_capitals(answer: str, gold: str) -> bool:
     """Whether a symbol of the gold is only in the answer's other case. A letter alone may be that
     of a choice or a function: c for C, X for x."""
-    return len(gold_letters) > 1 and any(
-        letter.swapcase() in gold_letters - letters for letter in letters - gold_letters
-    )
+    if len(re.sub(r"\W", "", without_text(gold))) < 2:
+        return False
+    letters, gold_letters = _symbols(answer), _symbols(gold)
+    return any(letter.swapcase() in gold_letters - letters for letter in letters - gold_letters)
 
 
 def _symbols(text: str) -> set[str]:

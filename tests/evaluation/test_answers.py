@@ -126,6 +126,10 @@ CHANGED = [  # what math-verify leaves out changes the value
     ("GM/r", ["GM/r", r"\frac{G M}{r}", "v = GM/r"], ["Gm/r", "GM/R"]),
     (r"\frac{1}{2} m v^2", [r"E = \frac{mv^2}{2}"], [r"\frac12 Mv^2"]),
     ("x+y", ["y+x"], ["X+Y"]),
+    (r"\pi r^2", [r"A = \pi r^2"], [r"\pi R^2"]),
+    ("5", [r"5~\text{km}"], [r"5\text{ ft }5\text{ in}", r"5\text{ point }5"]),
+    ("9.8 m/s^2", ["9.8", r"9.8\text{ m/s}^2", "9.8 m/s^2"], ["9.9"]),
+    (r"\frac{a}{b}", [r"\frac ab", r"\frac a b"], [r"\frac{A}{b}"]),
 ]
 
 
