@@ -16,9 +16,10 @@ from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.hub import is_hub_id
 
 STATE = "state.json"  # in a saved data set
+_UNFINISHED = r"\.(incomplete|part|partial|tmp|crdownload|download|aria2)"
 _DATA_FILE = re.compile(
     r".*\.(json|jsonl|ndjson|parquet|csv|tsv|arrow|txt)(\.(gz|bz2|xz|zst|lz4|zip))?"
-    r"(\.(incomplete|part|partial|tmp|crdownload|download|aria2))?",
+    rf"(?P<unfinished>{_UNFINISHED})?",
     re.IGNORECASE,
 )
 _OTHER_JSON = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
@@ -45,7 +46,14 @@ def _refuse_unread_files(folder: Path, read: Iterable[str]) -> None:
     `datasets` reads only the most frequent kind of file. Where README.md or names give some files
     to a split, it passes over the others.
     """
-    if unread := unread_files(folder, read):
+    files = list(read)
+    matches = ((file, _DATA_FILE.fullmatch(Path(file).name)) for file in files)
+    if unfinished := next((file for file, found in matches if found and found["unfinished"]), None):
+        raise DataError(
+            f"{unfinished}: an unfinished download, by its name; download it again, rename it if "
+            "it is whole, or move it away"
+        )
+    if unread := unread_files(folder, files):
         more = f" and {len(unread) - 3} more" if unread[3:] else ""
         raise DataError(
             f"{folder}: {', '.join(unread[:3])}{more} would not be read with its other files: "

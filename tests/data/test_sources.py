@@ -72,6 +72,8 @@ def test_parquet_and_datasets_directories_give_the_same_rows(tmp_path):
         ("a.jsonl b.csv", "", r"b\.csv would not be read"),
         ("a.jsonl b.csv.gz", "", r"b\.csv\.gz would"),
         ("a.jsonl b.JSONL", "", r"b\.JSONL would"),
+        ("a.jsonl b.jsonl.incomplete", "", r"b\.jsonl\.incomplete: an unfinished download"),
+        ("a.jsonl b.parquet.part", "", r"b\.parquet\.part: an unfinished"),
         ("train.jsonl b.jsonl c.jsonl d.jsonl e.jsonl", "", r"b\..*, d\.jsonl and 1 more would"),
         ("train/a.jsonl extra/b.jsonl", "", r"extra/b\.jsonl would"),
         (
