@@ -45,7 +45,7 @@ def is_right(response: str, gold: str) -> bool:
     """
     response, answer = plain_boxes(readable(response))
     last_line = _GSM8K_ANSWER.search(response)
-    if answer is None and not last_line and (statement := stated(response)):
+    if answer != "" and not last_line and (statement := stated(response)):
         response, answer = plain_boxes(rf"\boxed{{{statement}}}")
     given_line = plain_answer(last_line[1]) if last_line else ""
     given = _parsed(with_units(given_line)) if last_line else []

@@ -21,6 +21,11 @@ _RELATION = re.compile(r"\\(?:[gl]eq?(?:slant)?|neq?|[gl]t)(?![A-Za-z])|[<>]")
 _BASE = re.compile(r"(?<![A-Za-z\d\\{}])[\dA-F]*\d_\{?(\d{1,2})(?!\d)")
 _SHORT = 200  # longest answer and gold to look at
 _STATEMENT = re.compile(r"\banswer(?: is|:)\**:?([^\n]{1,80})", re.IGNORECASE)
+_TWO_BOXES = re.compile(
+    r"\\boxed\{([^{}]*)\}(?:\$|\\[)\]])?,? or (?:\$|\\[(\[])?(?:\w = ?|\w=)?\\boxed\{([^{}]*)\}"
+    r"(?!.*\\boxed)",
+    re.DOTALL,
+)
 _END_OF_SENTENCE = re.compile(r"[.!?;](?=\s|\Z)")
 _NUMBER, _WORDS = r"-?\d[\d.,]*(?<=\d)", r"(?: [a-z]+){0,2}"
 _OTHER_VALUE = re.compile(
@@ -35,10 +40,13 @@ _COMMAND_OR_TEXT = re.compile(r"\\(?:text\w*|mbox)\s*\{[^{}]*\}|\\(?:math\w+\s*)
 
 
 def stated(response: str) -> str | None:
-    """The 7 or 8 of a last "The answer is 7 or 8", of which math-verify would take 7.
-
-    None where the sentence names a single number or something else.
+    r"""The 7 or 8 of a last "The answer is 7 or 8" or \boxed{7} or \boxed{8}, of which math-verify
+    would take one. None where a response states a single value, or has another box.
     """
+    if boxes := _TWO_BOXES.search(response):
+        return f"{boxes[1]} or {boxes[2]}"
+    if "\\boxed" in response:
+        return None
     sentence = ""
     for found in _STATEMENT.finditer(response):
         sentence = _END_OF_SENTENCE.split(found[1])[0]

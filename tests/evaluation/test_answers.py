@@ -165,6 +165,10 @@ def test_rules(gold, right, wrong):
         (r"\boxed{7} \boxed{}", True),  # an empty one withdraws nothing
         (r"The final answer is $7$. I hope it is correct. \boxed{1} \boxed{", True),  # Minerva
         ("so \\boxed{8\n#### 7", True),
+        (r"It is \boxed{8} or \boxed{7}.", False),
+        (r"It is $\boxed{8}$ or $x=\boxed{7}$.", False),
+        (r"It is $\boxed{7}$ or $\boxed{7.0}$.", True),
+        (r"It is \boxed{8} or \boxed{9}. No, \boxed{7}.", True),
         ("#### 7 dollars", True),
     ],
 )  # fmt: skip
