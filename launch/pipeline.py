@@ -37,7 +37,7 @@ def pipeline(
         directory: run.directory of all three runs.
         sft_config: config of the supervised stage; default configs/sft_<size>.yaml.
         opd_config: config of the other two; default configs/stable_opd_<size>.yaml.
-        common: settings of all three stages, such as data.eval.path=...
+        common: settings of all three stages, such as data.eval.path=...; a stage's own win.
         sft: settings of the supervised stage.
         opd: settings of the distillation.
         evaluation: settings of the evaluation.
@@ -49,7 +49,10 @@ def pipeline(
         model = f"{directory}/{name}_{start_from}/model"
         start = [f"student.path={model}", "student.architecture=null"] if start_from else []
         place = [f"run.directory={directory}", f"run.name={name}_{stage}"]
-        return [config, *shlex.split(common), *shlex.split(settings), *start, *place]
+        own = [*shlex.split(settings), *start]
+        named = {setting.partition("=")[0] for setting in own}
+        shared = [each for each in shlex.split(common) if each.partition("=")[0] not in named]
+        return [config, *shared, *own, *place]
 
     stages = (
         Stage("sft", "sft", "train", arguments("sft", sft_config, sft)),

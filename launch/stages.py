@@ -101,18 +101,12 @@ def run_stages(context: run.cli.RunContext, name: str, stages: Sequence[Stage]) 
     succeeded; NeMo-Run itself always returns 0.
 
     Raises:
-        ValueError: there is no executor, or the script or the config of a stage is missing.
+        ValueError: there is no executor, or as `refuse_unusable`.
     """
     global _experiment_ended
     if context.executor is None:
         raise ValueError("no executor is given: add run.executor=slurm or run.executor=local")
-    for stage in stages:
-        configs = [argument for argument in stage.arguments if argument.endswith(".yaml")]
-        for file in (f"slurm/{stage.script}.sh", *configs):
-            if not (ROOT / file).is_file():
-                raise ValueError(
-                    f"{stage.name}: {ROOT / file} does not exist; name a config, or another size"
-                )
+    refuse_unusable(stages)
     with run.Experiment(name, executor=context.executor) as experiment:
         for stage in stages:
             add(experiment, stage, context.executor)
@@ -129,6 +123,20 @@ def run_stages(context: run.cli.RunContext, name: str, stages: Sequence[Stage]) 
         print(f"{stage_name}: {state}")
     if any(state != SUCCEEDED for state in states.values()):
         sys.exit(1)
+
+
+def refuse_unusable(stages: Sequence[Stage]) -> None:
+    """Raise a ValueError if a stage's script or config is missing, or it has a setting twice."""
+    for stage in stages:
+        configs = [argument for argument in stage.arguments if argument.endswith(".yaml")]
+        for file in (f"slurm/{stage.script}.sh", *configs):
+            if not (ROOT / file).is_file():
+                raise ValueError(
+                    f"{stage.name}: {ROOT / file} does not exist; name a config, or another size"
+                )
+        keys = [argument.partition("=")[0] for argument in stage.arguments if "=" in argument]
+        if repeated := sorted({key for key in keys if keys.count(key) > 1}):
+            raise ValueError(f"{stage.name}: {', '.join(repeated)} given twice; give it once")
 
 
 def add(experiment: run.Experiment, stage: Stage, executor: run.Executor) -> None:

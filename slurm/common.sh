@@ -59,15 +59,23 @@ run_on_cluster() {
   local dry_run='' subcommand=$1 argument
   COMMAND_LINE=("$2") # config and settings, of every command in the job
   OPTIONS=()          # those of SUBCOMMAND
+  local -a configs=()
   shift 2
   for argument in "$@"; do
     case $argument in
       --dry-run) dry_run=yes ;;
       --*) OPTIONS+=("$argument") ;;
-      *.yaml | *.yml) COMMAND_LINE[0]=$argument ;;
+      *.yaml | *.yml)
+        if [[ $argument = *=* && ! -e $argument ]]; then COMMAND_LINE+=("$argument"); else configs+=("$argument"); fi
+        ;;
       *) COMMAND_LINE+=("$argument") ;;
     esac
   done
+  if ((${#configs[@]} > 1)); then
+    log "one job has one config, but ${configs[*]} are given: submit a job for each"
+    return 2
+  fi
+  COMMAND_LINE[0]=${configs[0]:-${COMMAND_LINE[0]}}
   if [ -n "$CONTAINER_IMAGE" ]; then PYTHON=(python3); else PYTHON=("$VENV/bin/python"); fi
   if [ -z "$HOST_PYTHON" ]; then
     if [ -x "$VENV/bin/python" ]; then HOST_PYTHON=$VENV/bin/python; else HOST_PYTHON=python3; fi

@@ -25,6 +25,9 @@ from stable_opd_mcore.host.atomic_files import write_atomically
 
 BASE = "base"
 _LOG = logging.getLogger(__name__)
+_AMBIGUOUS = re.compile(
+    r"[-+]?(0[0-7_]+|[1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*)$"
+)
 
 
 def load_config(
@@ -42,19 +45,16 @@ def load_config(
             wrong type or value.
     """
     path = Path(path)
-    last: dict[str, str] = {}
     for item in overrides:
         if "=" not in item:
             raise ConfigError(f"override {item!r} has no =: write key=value, e.g. train.steps=10")
-        key = item.partition("=")[0]
-        if last.setdefault(key, item) != item:
-            _LOG.warning("override %.200s has no effect: %.200s comes later", last[key], item)
-        last[key] = item
     plain: dict[str, Any] = _escaped(changes or {})
+    parsed = [_parse_override(override) for override in overrides]
     try:
         tree = _with_bases(path)
-        for over in (OmegaConf.create(plain), *map(_parse_override, overrides)):
+        for over in (OmegaConf.create(plain), *parsed):
             tree = _merged(tree, over)
+        _log_replaced(overrides, parsed, tree)
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: not readable as YAML settings; fix this: {error}") from error
@@ -78,7 +78,10 @@ def _with_bases(path: Path, within: tuple[Path, ...] = ()) -> DictConfig:
 
 
 def _merged(under: DictConfig, over: DictConfig) -> DictConfig:
-    """`over` over `under`, section by section; a list and a section replace each other."""
+    """`over` over `under`, section by section; a list and a section replace each other, and an
+    empty section what it stands over."""
+    if nothing := OmegaConf.missing_keys(over):
+        raise ConfigError(f"{', '.join(sorted(nothing))}: ??? is no value; give one, or null")
     _drop_other_forms(under, cast("dict[str, Any]", OmegaConf.to_container(over)))
     return cast("DictConfig", OmegaConf.merge(under, over))
 
@@ -86,7 +89,7 @@ def _merged(under: DictConfig, over: DictConfig) -> DictConfig:
 def _drop_other_forms(under: DictConfig, over: Mapping[str, Any]) -> None:
     plain = cast("dict[str, Any]", OmegaConf.to_container(under))
     for key, value in over.items():
-        if isinstance(value, dict) and isinstance(plain.get(key), dict):
+        if isinstance(value, dict) and value and isinstance(plain.get(key), dict):
             _drop_other_forms(under[key], cast("dict[str, Any]", value))
         elif isinstance(value, dict | list) and isinstance(plain.get(key), dict | list):
             del under[key]
@@ -96,6 +99,7 @@ def _parse_override(override: str) -> DictConfig:
     """The override as settings; one with what YAML takes for a comment (" # ...") is text."""
     key, _, value = override.partition("=")
     try:
+        _refuse_ambiguous(value, f"override {override!r:.200}")
         ends: list[int] = [
             token.end_mark.index
             for token in cast("Any", yaml).scan(value)
@@ -106,6 +110,44 @@ def _parse_override(override: str) -> DictConfig:
         return OmegaConf.from_dotlist([override])
     except (YAMLError, RecursionError) as error:
         raise ConfigError(f"override {override!r:.200}: not YAML; correct it: {error}") from error
+
+
+def _log_replaced(overrides: Sequence[str], parsed: Sequence[DictConfig], tree: DictConfig) -> None:
+    """Log the overrides of which a later one has changed a value."""
+    final = OmegaConf.to_container(tree)
+    for number, (override, over) in enumerate(zip(overrides, parsed, strict=True)):
+        if not _holds(OmegaConf.to_container(over), final):
+            key = override.partition("=")[0]
+            later = [o for o in overrides[number + 1 :] if _overlap(key, o.partition("=")[0])]
+            _LOG.warning("override %.200s has no effect: %.200s comes later", override, later[-1])
+
+
+def _holds(given: Any, final: Any) -> bool:
+    """Whether every value of `given` is in `final`."""
+    if isinstance(given, dict) and given:
+        values = cast("dict[Any, Any]", given)
+        return isinstance(final, dict) and all(
+            key in final and _holds(value, cast("dict[Any, Any]", final)[key])
+            for key, value in values.items()
+        )
+    return repr(cast("object", given)) == repr(final)
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Whether two keys are one, or one is in the section of the other."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
+def _refuse_ambiguous(text: str, where: str) -> None:
+    """Raise a ConfigError for numbers that YAML 1.1 reads otherwise than most people: 010 (8) and
+    1:30 (90)."""
+    for token in cast("Any", yaml).scan(text):
+        if isinstance(token, yaml.ScalarToken) and token.plain and _AMBIGUOUS.match(token.value):
+            raise ConfigError(
+                f"{where}, line {token.start_mark.line + 1}: {token.value} is not a decimal number "
+                "to YAML: with a leading 0 it is octal, with a colon a time; write a decimal "
+                "number, or quote a text"
+            )
 
 
 def read_mapping(path: Path) -> DictConfig:
@@ -126,6 +168,7 @@ def read_mapping(path: Path) -> DictConfig:
         raise ConfigError(f"{path}: {error.strerror}; give a readable YAML file") from error
     except (YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as YAML settings; fix this: {error}") from error
+    _refuse_ambiguous(path.read_text("utf-8"), str(path))
     if not isinstance(tree, DictConfig):
         raise ConfigError(
             f"{path}: a list at the top; expected sections with keys: write it as in configs/"
@@ -183,8 +226,7 @@ def _explain(item: Any, origin: str, overrides: Sequence[str]) -> str:
     key = ".".join(part for part in map(str, item["loc"]) if not part.startswith("<"))
     unknown = item["type"] == "extra_forbidden"
     for override in overrides:
-        name = override.partition("=")[0]
-        if f"{key}.".startswith(f"{name}.") or (unknown and name.startswith(f"{key}.")):
+        if _overlap(key, override.partition("=")[0].replace("[", ".").replace("]", "")):
             origin = f"override {override!r:.200}"
     if unknown:
         return f"{origin}: unknown key {key}; {_advice(key)}"

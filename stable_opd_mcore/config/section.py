@@ -4,7 +4,7 @@ The text under a field is its description; docs/configuration.md is generated fr
 """
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -28,6 +28,12 @@ def _is_url(value: str) -> str:
 Url = Annotated[str, AfterValidator(_is_url)]
 
 
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an annotation is made of: {int, None} of `tuple[int, ...] | None`."""
+    parts = get_args(annotation)
+    return {annotation} if not parts else {kind for part in parts for kind in _kinds(part)}
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
@@ -37,6 +43,20 @@ class Section(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `yes` where a number is expected: pydantic would read it as 1."""
+        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        values = cast("list[Any]", value) if isinstance(value, list) else [value]
+        if (
+            kinds & {int, float}
+            and not kinds & {bool, Any}
+            and any(type(each) is bool for each in values)
+        ):
+            raise ValueError(f"{value!r} is true or false; expected a number")
+        return cast("Any", value)
 
     @field_validator("*")
     @classmethod

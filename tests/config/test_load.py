@@ -42,6 +42,10 @@ def test_no_override_is_cut_at_a_hash(text):
         (f"train.seed={2**63}", "train.seed: 9.22337e+18 is too large"),
         ("rollout.samples_per_prompt=1000000", "Input should be less than or equal to 65536"),
         ("fault.watchdog_minutes=1e300", "1e+300 is too large"),
+        ("train.steps=010", "010 is not a decimal number to YAML"),
+        ("fault.watchdog_minutes=1:30", "1:30 is not a decimal number to YAML"),
+        ("optimizer.lr=yes", "optimizer.lr: True is true or false; expected a number"),
+        ("teacher.stop_token_ids=[no]", "[False] is true or false; expected a number"),
         ("train.steps=many", "train.steps: Input should be a valid integer"),
         ("sampling.temperature=0", "sampling.temperature: Input should be greater than 0"),
         ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number"),
@@ -60,8 +64,36 @@ def test_errors_name_the_key_the_file_and_the_remedy(override, message):
     with pytest.raises(ConfigError) as caught:
         load_config(SMOKE, [override])
     assert message in str(caught.value)
-    of_both = override.startswith("student.path")  # one is the file's
-    assert str(caught.value).startswith(str(SMOKE) if of_both else f"override {override!r:.200}")
+    assert str(caught.value).startswith(f"override {override!r:.200}")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.steps=3", "train.steps=4"],
+        ["train.steps=3", "train={steps: 4}"],
+        ["teacher.stop_token_ids=[1]", "teacher=null"],
+        ["data.train=[{path: a}, {path: b}]", "data.train.path=c"],
+    ],
+)
+def test_the_log_names_an_override_that_a_later_one_replaces(overrides, caplog):
+    load_config(SMOKE, [*overrides[:1], "kl.beta=0.1", *overrides[1:]])
+    first, second = overrides
+    assert caplog.messages == [f"override {first} has no effect: {second} comes later"]
+
+
+def test_overrides_of_different_settings_and_equal_ones_are_not_logged(caplog):
+    config = load_config(SMOKE, ["train={steps: 3}", "train.seed=1", "train.steps=3"])
+    assert (config.train.steps, config.train.seed, caplog.messages) == (3, 1, [])
+
+
+def test_no_value_is_ignored(tmp_path):
+    """OmegaConf alone lets an empty section and ??? change nothing."""
+    assert load_config(SMOKE, ["data.train.options={}"]).data.sources[0].options == {}
+    (tmp_path / "own.yaml").write_text(f"base: {SMOKE}\ndata: {{train: {{options: {{}}}}}}\n")
+    assert load_config(tmp_path / "own.yaml").data.sources[0].options == {}
+    with pytest.raises(ConfigError, match=r"run\.name: \?\?\? is no value"):
+        load_config(SMOKE, ["run.name=???"])
 
 
 @pytest.mark.parametrize(
@@ -129,11 +161,3 @@ def test_bases_that_cannot_be_used_are_refused(tmp_path, files, message):
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config(tmp_path / "a.yaml")
-
-
-def test_the_log_names_an_override_that_a_later_one_replaces(caplog):
-    same = load_config(SMOKE, ["train.steps=3", "train.steps=3"])
-    assert (same.train.steps, caplog.messages) == (3, [])
-    config = load_config(SMOKE, ["train.steps=3", "kl.beta=0.1", "train.steps=4"])
-    assert config.train.steps == 4
-    assert caplog.messages == ["override train.steps=3 has no effect: train.steps=4 comes later"]

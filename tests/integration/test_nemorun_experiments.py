@@ -201,6 +201,10 @@ def test_dry_run_prints_the_batch_script_of_each_job(launcher):
             ["run.executor=slurm", "grid=kl.beta+mixture.lambda=0.1"],
             "is not an axis; expected KEY=VALUE",
         ),
+        (
+            ["run.executor=slurm", "grid=kl.beta=0.1,1", "opd=kl.beta=0"],
+            "beta0.1: kl.beta given twice; give it once",
+        ),
     ],
 )
 def test_experiment_with_bad_arguments_is_refused(arguments, message, launcher):

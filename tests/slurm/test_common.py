@@ -182,3 +182,10 @@ def test_jobs_whose_nodes_it_would_not_know_are_refused_before_anything_starts(t
     assert "heterogeneous job of 2 components" in first
     assert "SERVER_NODES=N" in first
     assert "scontrol is not found" in second
+
+
+def test_one_job_has_one_config(tmp_path):
+    told = run_function(tmp_path, "run_on_cluster train a.yaml b.yaml c.yml || echo $?")
+    refused, code = told.splitlines()
+    assert "one job has one config, but b.yaml c.yml are given" in refused
+    assert code == "2"
