@@ -32,7 +32,17 @@ NODE = Cluster(nodes=1, gpus_per_node=8)
 def config_7b(directory: Path, *overrides: str) -> Config:
     (directory / "config.json").write_text(json.dumps(QWEN_7B))
     paths = [f"student.path={directory}", f"teacher.path={directory}"]
-    return load_config(CONFIGS / "stable_opd_7b.yaml", [*paths, *overrides])
+    return load_config(CONFIGS / "stable_opd_7b.yaml", layered(*paths, *overrides))
+
+
+def layered(*overrides: str) -> list[str]:
+    """Those that no later one replaces: `load_config` refuses two values of a setting."""
+    keys = [override.partition("=")[0] for override in overrides]
+    return [
+        override
+        for number, override in enumerate(overrides)
+        if not any(f"{keys[number]}.".startswith(f"{later}.") for later in keys[number + 1 :])
+    ]
 
 
 TOKENS = 4096
