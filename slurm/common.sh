@@ -247,7 +247,9 @@ check_run() {
   CHECKED='checks of the run: skipped'
   if [ "$1" != train ] || [ "$CHECK" != on ]; then return 0; fi
   local -a settings=()
-  if [ "$SERVER_NODES" -gt 0 ]; then settings=(rollout.engine=sglang); fi # as connect_servers sets for the trainer
+  if [ "$SERVER_NODES" -gt 0 ]; then # as connect_servers sets for the trainer; the servers make their key later
+    settings=(rollout.engine=sglang rollout.sglang.api_key_file=null)
+  fi
   if [[ " ${OPTIONS[*]} " = *' --accept-changes '* ]]; then settings+=(--accept-changes); fi
   CHECKED=$(computed check "${settings[@]}")
 }

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from stable_opd_mcore.config.data import SourceConfig
@@ -33,6 +34,7 @@ from stable_opd_mcore.records import Rollout
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
 _OF_THE_RUN = ""  # Prompt.environment where the run's own settings hold, not a source's
+_TRACKERS = {"wandb": "false", "mlflow": "null"}  # package and setting -> its value for none
 _log = logging.getLogger(__name__)
 
 
@@ -348,6 +350,20 @@ def refuse_routing_without_experts(config: Config, student: Architecture) -> Non
             f"rollout.routing_replay=true: the student ({student.model_type}) has no experts "
             "whose choice could be replayed: set it to false"
         )
+
+
+def refuse_missing_trackers(config: Config) -> None:
+    """Raise a UserError where the metrics should go to a package that is not installed."""
+    for package in _TRACKERS:
+        if getattr(config.monitoring, package) and find_spec(package) is None:
+            raise missing_tracker(package)
+
+
+def missing_tracker(package: str) -> UserError:
+    return UserError(
+        f"the {package} package is not installed: pip install -e '.[trackers]', or set "
+        f"monitoring.{package}={_TRACKERS[package]}"
+    )
 
 
 def restart_problem(config: Config, rollouts: Sequence[Rollout]) -> str | None:

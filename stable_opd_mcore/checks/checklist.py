@@ -15,6 +15,7 @@ from typing import Any
 
 from stable_opd_mcore.checks import (
     data_rows,
+    engines,
     gpu_fit,
     model_directories,
     output_directory,
@@ -110,6 +111,12 @@ OF_A_RUN: Checks = {
         data_rows.repeated_held_out,
     ),
     "contamination": (data_rows.benchmark_problems,),
+    "engines": (
+        engines.student_servers_key,
+        engines.teacher_servers_key,
+        engines.stored_rollouts,
+        engines.trackers,
+    ),
     "run directory": (
         output_directory.writable,
         output_directory.other_run,

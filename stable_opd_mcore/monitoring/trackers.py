@@ -23,6 +23,7 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import RunDirectory
+from stable_opd_mcore.run_inputs import missing_tracker
 
 PROJECT = "stable-opd"  # where the variables of wandb and mlflow name no other
 MLFLOW_BATCH = 100  # settings that one request may hold
@@ -53,7 +54,7 @@ class WandbSink:
         try:
             import wandb
         except ImportError as error:
-            raise _missing("wandb", "monitoring.wandb=false") from error
+            raise missing_tracker("wandb") from error
         path = RunDirectory(directory).wandb_id
         name = path.read_text().strip() if path.is_file() else uuid.uuid4().hex[:12]
         try:
@@ -92,7 +93,7 @@ class MlflowSink:
             from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
         except ImportError as error:
-            raise _missing("mlflow", "monitoring.mlflow=null") from error
+            raise missing_tracker("mlflow") from error
         self._metric, address = Metric, config.monitoring.mlflow
         path = RunDirectory(directory).mlflow_id
         try:
@@ -128,9 +129,3 @@ class MlflowSink:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
-
-
-def _missing(package: str, remedy: str) -> UserError:
-    return UserError(
-        f"the {package} package is not installed: pip install -e '.[trackers]', or set {remedy}"
-    )

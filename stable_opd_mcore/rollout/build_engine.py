@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
 
-from stable_opd_mcore.config.changes import changes, read_settings
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
@@ -21,19 +17,12 @@ from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.interaction import Interaction
-from stable_opd_mcore.rollout.replay import ReplayEngine
+from stable_opd_mcore.rollout.replay import replay_engine
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 from stable_opd_mcore.run_inputs import environments_of
 from stable_opd_mcore.serving.teacher import ServedTeacher
 
 _log = logging.getLogger(__name__)
-_SETTINGS_OF_STORED = (  # what stored rollouts depend on
-    "train.seed",
-    "rollout.prompts_per_step",
-    "sampling.temperature",
-    "sampling.max_new_tokens",
-    "student.stop_token_ids",
-)
 
 
 def build_engine(
@@ -59,7 +48,7 @@ def build_engine(
         UserError: the run to replay has no stored rollouts, or there are too few servers.
     """
     if config.rollout.engine == "replay":
-        return _replay_engine(config)
+        return replay_engine(config)
     interaction = build_interaction(config, chunks, tokenizer, teacher_tokenizer, progress)
     if config.rollout.engine == "sglang":
         return build_sglang_engine(
@@ -85,21 +74,6 @@ def build_engine(
         partial=config.rollout.partial,
         interaction=interaction,
     )
-
-
-def _replay_engine(config: Config) -> ReplayEngine:
-    """The stored run's rollouts, where it sampled them as this run would."""
-    directory = Path(str(config.rollout.replay_from))  # the schema requires it
-    engine = ReplayEngine(directory, config.train.steps)
-    if RunDirectory(directory).resolved.is_file():
-        differ = changes(read_settings(RunDirectory(directory).resolved), config)
-        for key in differ.keys() & _SETTINGS_OF_STORED:
-            stored, own = differ[key]
-            raise UserError(
-                f"{key}={own}, but rollout.replay_from={directory} was sampled with {stored}: the "
-                "stored log-probabilities and responses are those of that value; set it here too"
-            )
-    return engine
 
 
 def evaluation_engine(

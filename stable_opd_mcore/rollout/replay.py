@@ -10,11 +10,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from stable_opd_mcore.config.changes import changes, read_settings
+from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.run_directory import ANY_STEP, RunDirectory
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
+
+_SETTINGS_OF_STORED = (  # what stored rollouts depend on
+    "train.seed",
+    "rollout.prompts_per_step",
+    "sampling.temperature",
+    "sampling.max_new_tokens",
+    "student.stop_token_ids",
+)
 
 
 class ReplayEngine(RolloutEngine):
@@ -83,3 +93,22 @@ def _stored_sample(
             "same tokenizer, chat template and data as the stored run"
         )
     return rollout
+
+
+def replay_engine(config: Config) -> ReplayEngine:
+    """The stored run's rollouts, where it sampled them as this run would.
+
+    Raises:
+        UserError: too few steps are stored, or they were sampled with other settings.
+    """
+    directory = Path(str(config.rollout.replay_from))  # the schema requires it
+    engine = ReplayEngine(directory, config.train.steps)
+    if RunDirectory(directory).resolved.is_file():
+        differ = changes(read_settings(RunDirectory(directory).resolved), config)
+        for key in differ.keys() & _SETTINGS_OF_STORED:
+            stored, own = differ[key]
+            raise UserError(
+                f"{key}={own}, but rollout.replay_from={directory} was sampled with {stored}: the "
+                "stored log-probabilities and responses are those of that value; set it here too"
+            )
+    return engine

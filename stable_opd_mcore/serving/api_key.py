@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 import tempfile
 from pathlib import Path
 
@@ -16,16 +17,22 @@ from stable_opd_mcore.errors import UserError
 
 
 def read_api_key(path: str | Path | None) -> str | None:
-    """The key in `path`, None without a path. Raises UserError if no key is there; the message does
-    not show what is."""
+    """The key in `path`, None without a path. Raises UserError if no key is there, or others may
+    read it; the message does not show what is there."""
     if path is None:
         return None
     remedy = "give the file that `stable-opd serve` was given, or write the servers' key into it"
     try:
-        key = Path(path).read_text(encoding="utf-8").strip()
+        with Path(path).open(encoding="utf-8") as file:
+            mode, key = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read().strip()
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text"
         raise UserError(f"api_key_file={path}: {reason}; {remedy}") from None
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise UserError(
+            f"api_key_file={path}: mode {mode:04o} lets other users read it: chmod 600 {path}; if "
+            "others may have read it, restart the servers with a new key"
+        )
     if not key:
         raise UserError(f"api_key_file={path}: the file is empty; {remedy}")
     if not (key.isascii() and key.isprintable() and " " not in key):

@@ -26,3 +26,13 @@ def run_of(settings: str) -> Config:
     """As `run_with`, from overrides with spaces between them."""
     sections = OmegaConf.to_container(OmegaConf.from_dotlist(settings.split()))
     return run_with(**sections)
+
+
+def layered(*overrides: str) -> list[str]:
+    """Those that no later one replaces: `load_config` refuses two values of a setting."""
+    keys = [override.partition("=")[0] for override in overrides]
+    return [
+        override
+        for number, override in enumerate(overrides)
+        if not any(f"{keys[number]}.".startswith(f"{later}.") for later in keys[number + 1 :])
+    ]

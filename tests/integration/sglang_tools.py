@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from stable_opd_mcore.serving.process import SglangServer, free_port
+from tests.config.cases import layered
 from tests.integration.hosts import Host
 from tests.integration.with_constants import run_with_constants
 from tests.parallel.launch import start_process
@@ -165,14 +166,9 @@ def train(directory: Path, name: str, *overrides: str, ranks: int = 1) -> Path:
 
 def training_command(directory: Path, name: str, *overrides: str) -> list[str]:
     """`stable-opd train`; `overrides` are settings and constants, as with_constants.py takes."""
-    return [
-        *(*STABLE_OPD, "train"),
-        *_settings(directory, name),
-        "rollout.engine=sglang",
-        "monitoring.tensorboard=false",
-        "evaluation.every=0",
-        *overrides,
-    ]
+    settings = (*_settings(directory, name), "rollout.engine=sglang")
+    settings += ("monitoring.tensorboard=false", "evaluation.every=0", *overrides)
+    return [*STABLE_OPD, "train", *layered(*settings)]
 
 
 @contextlib.contextmanager
@@ -189,8 +185,7 @@ def started(*servers: SglangServer) -> Iterator[None]:
 
 def serve(directory: Path, name: str, *overrides: str, at: Host | None = None) -> Process:
     """Start `stable-opd serve configs/smoke_cpu.yaml`, here or on the host `at`."""
-    command = [*STABLE_OPD, "serve", *_settings(directory, name)]
-    command += overrides
+    command = [*STABLE_OPD, "serve", *layered(*_settings(directory, name), *overrides)]
     return Process(command if at is None else at.command(*command), directory / f"{name}.output")
 
 

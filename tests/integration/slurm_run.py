@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.config.cases import layered
 from tests.integration.processes import running
 from tests.integration.slurm_cluster import SlurmCluster
 
@@ -61,7 +62,7 @@ class Run:
             "OMP_NUM_THREADS": "1",
         }
         return self.cluster.submit(
-            [*self.command, *overrides],
+            layered(*self.command, *overrides),
             options=["--nodes=2", "--time=01:00:00", f"--output={self.output}", *options],
             env=env | (settings or {}),
         )

@@ -71,6 +71,7 @@ def config_of(directory: Path, name: str, urls: Sequence[str], rank: int = RANK)
 
 def test_servers_answer_through_the_factors_of_each_version(tmp_path):
     """Then one loses them, as in a restart; and one is asked to take factors of a larger rank."""
+    (tmp_path / "key").touch(0o600)
     (tmp_path / "key").write_text("secret\n")
     config = config_of(tmp_path, "servers", ["http://127.0.0.1:9"])
     model = write_model_config(read_architecture(FIELDS), tmp_path / "model")

@@ -96,6 +96,7 @@ def test_families_arrive_bit_exactly(tmp_path, names):
 def _server(directory: Path, fields: dict[str, Any]) -> SglangServer:
     student = read_architecture(fields)
     model = write_model_config(student, directory / "model")
+    (directory / "key").touch(0o600)
     (directory / "key").write_text("secret\n")
     arguments = (*SERVER_ARGUMENTS, *family_arguments(student, "cpu", is_student=True))
     if "num_experts_per_tok" in fields:

@@ -87,6 +87,7 @@ def server(world, chunks, tmp_path_factory) -> Iterator[SglangServer]:
 @pytest.fixture(scope="module")
 def key_file(tmp_path_factory) -> str:
     file = tmp_path_factory.mktemp("key") / "key"
+    file.touch(0o600)
     file.write_text("secret\n")
     return str(file)
 

@@ -11,6 +11,7 @@ from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.models.family import FAMILIES
 from stable_opd_mcore.planning.hardware import Cluster
 from stable_opd_mcore.records import MicroBatch
+from tests.config.cases import layered
 from tests.shares import sample_of, weights_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -33,16 +34,6 @@ def config_7b(directory: Path, *overrides: str) -> Config:
     (directory / "config.json").write_text(json.dumps(QWEN_7B))
     paths = [f"student.path={directory}", f"teacher.path={directory}"]
     return load_config(CONFIGS / "stable_opd_7b.yaml", layered(*paths, *overrides))
-
-
-def layered(*overrides: str) -> list[str]:
-    """Those that no later one replaces: `load_config` refuses two values of a setting."""
-    keys = [override.partition("=")[0] for override in overrides]
-    return [
-        override
-        for number, override in enumerate(overrides)
-        if not any(f"{keys[number]}.".startswith(f"{later}.") for later in keys[number + 1 :])
-    ]
 
 
 TOKENS = 4096

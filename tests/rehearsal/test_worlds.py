@@ -18,6 +18,7 @@ from stable_opd_mcore.rehearsal.worlds import (
     rehearse_worlds,
     with_few_prompts,
 )
+from tests.config.cases import layered
 from tests.planning import cases
 from tests.planning.cases import CONFIGS, NODE
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def rehearse(name: str, cluster: Cluster, *overrides: str, stage: int = 0) -> StageReport:
-    config = load_config(CONFIGS / f"{name}.yaml", cases.layered(*overrides))
+    config = load_config(CONFIGS / f"{name}.yaml", layered(*overrides))
     return rehearse_stage(config, cluster, "h200", stage)
 
 
@@ -80,7 +81,7 @@ def test_the_plan_has_the_memory_of_the_fake_world(tmp_path, monkeypatch, overri
 def test_few_prompts_fill_the_micro_batches_of_the_pipeline(
     name, overrides, prompts, samples, tokens
 ):
-    config = load_config(CONFIGS / f"{name}.yaml", cases.layered(*overrides))
+    config = load_config(CONFIGS / f"{name}.yaml", layered(*overrides))
     work = longest_work(config, read_models(config).student)
     few = with_few_prompts(planned_run(config, NODE, work=work)).config
     assert few.train.micro_batch_tokens == tokens

@@ -23,6 +23,7 @@ def test_without_a_path_there_is_no_key_and_a_bad_path_is_named(tmp_path):
     assert read_api_key(None) is None
     with pytest.raises(ValueError, match=r"api_key_file=.*key: No such file.*stable-opd serve"):
         read_api_key(tmp_path / "key")
+    (tmp_path / "key").touch(0o600)
     (tmp_path / "key").write_text("\n")
     with pytest.raises(ValueError, match=r"api_key_file=.*key: the file is empty"):
         read_api_key(tmp_path / "key")
@@ -32,3 +33,15 @@ def test_without_a_path_there_is_no_key_and_a_bad_path_is_named(tmp_path):
         with pytest.raises(ValueError, match=f"key: not {message}") as error:
             read_api_key(tmp_path / "key")
         assert "a\nb" not in str(error.value)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def test_a_key_that_others_may_read_is_refused(tmp_path, mode):
+    path = tmp_path / "key"
+    path.write_text("secret")
+    path.chmod(mode)
+    with pytest.raises(ValueError, match=rf"mode {mode:04o} lets .*: chmod 600 {path}") as error:
+        read_api_key(path)
+    assert "secret" not in str(error.value)
+    path.chmod(0o600)
+    assert read_api_key(path) == "secret"

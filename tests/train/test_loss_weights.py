@@ -6,11 +6,12 @@ from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.train.loss_weights import Adapted, adapt, loss_weights_of
 from stable_opd_mcore.train.oversight.guard import GuardState
+from tests.config.cases import layered
 from tests.config.test_load import SMOKE
 
 
 def config_of(*overrides):
-    return load_config(SMOKE, ["kl.beta=0.1", "mixture.lambda=0.5", *overrides])
+    return load_config(SMOKE, layered("kl.beta=0.1", "mixture.lambda=0.5", *overrides))
 
 
 @pytest.mark.parametrize(
