@@ -1,17 +1,23 @@
 """The store at which a launcher's ranks meet before they form a process group.
 
-Each rank writes `arrived/RANK` and waits for the others, so that an absent rank can be named.
+Each rank writes a hash of its settings to `arrived/RANK` and waits for the others, so that a rank
+can be named that is absent or was started with other settings.
 """
 
 # pyright: reportPrivateImportUsage=false
 
+import hashlib
+import itertools
+import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,6 +26,9 @@ from stable_opd_mcore.host.network import gloo_settings
 
 _log = logging.getLogger(__name__)
 _LOG_AFTER = timedelta(seconds=15)
+_READ_WITHIN = timedelta(seconds=20)
+_NO_SETTINGS: Mapping[str, Any] = {}
+_meetings = itertools.count()  # a store may outlive a meeting
 _OF_LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE")
 _REMEDY = (
     f"start with torchrun or a script in slurm/, or unset {', '.join(_OF_LAUNCHER)} for one process"
@@ -55,11 +64,17 @@ def is_launched() -> bool:
     return False
 
 
-def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+def meet(
+    timeout: timedelta, settings: Mapping[str, Any] = _NO_SETTINGS
+) -> tuple[dist.Store, int, int]:
     """Wait for every rank; returns the common store, this rank and the number of ranks.
 
+    Args:
+        settings: what must be the same on all ranks, by its name, as JSON has it.
+
     Raises:
-        UserError: a variable of the launcher is missing or unusable, or a rank did not start.
+        UserError: a variable of the launcher is missing or unusable, or a rank did not start or has
+            other settings.
     """
     world_size = launcher_number("WORLD_SIZE", 1, 2**31)
     rank = launcher_number("RANK", 0, world_size - 1)
@@ -82,9 +97,12 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
         )
         # torchrun's agent keeps one store for all its restarts
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt_{attempt}", server)
-        store.set(f"arrived/{rank}", "")
+        store = dist.PrefixStore(f"attempt_{attempt}.{next(_meetings)}", server)
+        text = json.dumps(settings, sort_keys=True)
+        store.set(f"settings/{rank}", text)
+        store.set(f"arrived/{rank}", hashlib.sha256(text.encode()).hexdigest())
         _wait(partial(_absent_ranks, store, world_size), timeout)
+        _refuse_other_settings(store, rank, world_size)
     except dist.DistNetworkError as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
@@ -92,6 +110,25 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
             f"MASTER_PORT={host}:{port}: {reason}; see the log of rank 0, or set another port"
         ) from None
     return store, rank, world_size
+
+
+def _refuse_other_settings(store: dist.Store, rank: int, world_size: int) -> None:
+    """Raise the same UserError on all ranks if they have different settings."""
+    hashes = store.multi_get([f"arrived/{each}" for each in range(world_size)])
+    others = [each for each in range(world_size) if hashes[each] != hashes[0]]
+    if not others:
+        return
+    first, other = (json.loads(store.get(f"settings/{each}")) for each in (0, others[0]))
+    keys = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+    store.set(f"read/{rank}", "")
+    if rank == 0:  # it may hold the store, which the other ranks still read
+        with suppress(dist.DistStoreError):
+            store.wait([f"read/{each}" for each in range(world_size)], _READ_WITHIN)
+    differ = ", ".join(f"{key}={other.get(key)} (rank 0: {first.get(key)})" for key in keys[:8])
+    raise UserError(
+        f"rank {others[0]} of {world_size} was started with other settings than rank 0: {differ}; "
+        "start every rank with the same config and overrides"
+    )
 
 
 def launcher_number(name: str, lowest: int, highest: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -114,7 +114,9 @@ class World:
         return self.pipeline_size if self.virtual_pipeline else 1
 
 
-def start_world(parallel: ParallelConfig, seed: int) -> World:
+def start_world(
+    parallel: ParallelConfig, seed: int, settings: Mapping[str, Any] | None = None
+) -> World:
     """Join the process group, or create it; lay out the grid; seed every generator.
 
     May be called again with the same layout: it keeps the groups and seeds the generators again.
@@ -122,11 +124,12 @@ def start_world(parallel: ParallelConfig, seed: int) -> World:
 
     Raises:
         UserError: the grid does not divide the number of ranks, or expert those of a stage; a
-            launcher's variable is unusable; a rank did not start (see `meet`).
+            launcher's variable is unusable; a rank did not start, or with other `settings` (see
+            `meet`).
         RuntimeError: a world of another layout is started; call stop_world() first.
     """
     global _layout
-    device = _join()
+    device = _join(settings or {})
     if reason := _grid_refusal(parallel, dist.get_world_size()):
         stop_world()
         raise UserError(reason)
@@ -282,7 +285,7 @@ def broadcast_object(item: Object, group: dist.ProcessGroup | None = None) -> Ob
     return items[0]
 
 
-def _join() -> torch.device:
+def _join(settings: Mapping[str, Any]) -> torch.device:
     global _created_process_group
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -293,7 +296,7 @@ def _join() -> torch.device:
     if not dist.is_initialized():
         backend = "nccl" if on_gpu else "gloo"
         if is_launched():
-            store, rank, world_size = meet(_START_TIMEOUT)
+            store, rank, world_size = meet(_START_TIMEOUT, settings)
             store.set_timeout(_TIMEOUT)  # groups exchange addresses at their first collective
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT

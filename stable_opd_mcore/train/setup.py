@@ -1,10 +1,12 @@
 """Build a run's parts from its config, and refuse those that do not fit together."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from stable_opd_mcore.checks.lazy_inputs import Place, RunInputs
+from stable_opd_mcore.config.changes import by_dotted_key
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.sources import source_name
@@ -36,7 +38,16 @@ def start_configured_world(config: Config) -> World:
     if config.train.deterministic:
         make_deterministic()
     prepare_nccl(config)
-    return start_world(config.parallel, config.train.seed)
+    return start_world(config.parallel, config.train.seed, common_settings(config))
+
+
+def common_settings(config: Config) -> dict[str, Any]:
+    """What every rank must have, without what may differ between machines: the directory of a
+    download, and where servers listen."""
+    settings = by_dotted_key(config.model_dump(mode="json", by_alias=True))
+    downloaded = [key for key in ("student", "teacher") if settings.get(f"{key}.revision")]
+    own = {"rollout.sglang.host", "rollout.sglang.port", *(f"{key}.path" for key in downloaded)}
+    return {key: value for key, value in settings.items() if key not in own}
 
 
 def place_of(world: World) -> Place:

@@ -1,5 +1,6 @@
 """Ranks that come late or never, and variables of a launcher that cannot be used."""
 
+import itertools
 import os
 import socket
 import time
@@ -8,11 +9,14 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.parallel import rendezvous
 from stable_opd_mcore.parallel.rendezvous import meet
 from stable_opd_mcore.parallel.world import gather_objects, start_world, stop_world
+from stable_opd_mcore.train.setup import start_configured_world
+from tests.config.test_load import SMOKE
 from tests.parallel.launch import start_process
 
 TIMEOUT = timedelta(seconds=1)
@@ -108,8 +112,9 @@ def test_an_absent_rank_is_logged_and_then_named(launched, caplog) -> None:
     """In the store of torchrun's agent, which still has the keys of an earlier attempt."""
     launched.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     launched.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    launched.setattr(rendezvous, "_meetings", itertools.count())
     agent = dist.TCPStore("127.0.0.1", _port(), is_master=True, wait_for_workers=False)
-    for key in ("attempt_0/arrived/1", "attempt_0/arrived/2", "attempt_1/arrived/1"):
+    for key in ("attempt_0.0/arrived/1", "attempt_0.0/arrived/2", "attempt_1.0/arrived/1"):
         agent.set(key, "")
     with pytest.raises(UserError, match=r"1 of 3 ranks have not started: 2 within 0:00:01"):
         meet(TIMEOUT)
@@ -123,6 +128,23 @@ def test_an_absent_rank_0_is_logged_and_then_named(launched, caplog) -> None:
     assert ["rank 0 has not started" in message for message in caplog.messages] == [True]
 
 
+def test_ranks_with_other_settings_than_rank_0_end_all_ranks_in_the_same_words(launched) -> None:
+    ranks = [start_process(_start_otherwise, rank, _port()) for rank in range(3)]
+    for process in ranks:
+        process.join(timeout=60)
+    assert [process.exitcode for process in ranks] == [0, 0, 0]
+
+
+def _start_otherwise(rank: int, port: int) -> None:
+    config = load_config(SMOKE, [f"kl.beta={0.5 if rank == 2 else 0.1}"])
+    _of_rank(rank, port)
+    message = (
+        r"rank 2 of 3 was started with other settings than rank 0: kl\.beta=0\.5 \(rank 0: 0\.1\)"
+    )
+    with pytest.raises(UserError, match=message):
+        start_configured_world(config)
+
+
 def test_ranks_that_come_late_meet(launched) -> None:
     ranks = [start_process(_start, rank, _port()) for rank in range(3)]
     for process in ranks:
@@ -130,9 +152,13 @@ def test_ranks_that_come_late_meet(launched) -> None:
     assert [process.exitcode for process in ranks] == [0, 0, 0]
 
 
-def _start(rank: int, port: int) -> None:
+def _of_rank(rank: int, port: int) -> None:
     variables = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
+
+
+def _start(rank: int, port: int) -> None:
+    _of_rank(rank, port)
     time.sleep(0.3 if rank == 0 else 0)
     start_world(ParallelConfig(), seed=0)
     assert gather_objects(rank) == [0, 1, 2]
