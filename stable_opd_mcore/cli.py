@@ -325,6 +325,8 @@ def topology(
     """Show which ranks train where, and each SGLang server's GPUs and prompts."""
     from stable_opd_mcore.config.load import load_config
 
+    if as_json and as_shell:
+        raise UserError("--json and --shell are two forms of the output: leave one out")
     settings = load_config(config, overrides or [])
     from stable_opd_mcore.planning.hardware import Cluster
     from stable_opd_mcore.planning.planned_run import plan_topology

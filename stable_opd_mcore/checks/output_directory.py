@@ -45,8 +45,16 @@ def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any
     """
     files = config.run.files
     stored = files.resolved
-    if not stored.is_file() or not any(files.checkpoints.glob(ANY_STEP)):
+    if not any(files.checkpoints.glob(ANY_STEP)):
         return {}
+    if not stored.is_file():
+        if accepted:
+            return {}
+        raise ConfigError(
+            f"{files.path} has checkpoints but no {stored.name}, so the settings and files that "
+            "they were trained with are not known: restore it, start a new run with another "
+            "run.name, or resume with the settings of the command line: --accept-changes"
+        )
     differences = changes(read_settings(stored), config) | changed_inputs(config)
     if differences and not accepted:
         lines = "\n".join(f"  {key}: {old} -> {new}" for key, (old, new) in differences.items())

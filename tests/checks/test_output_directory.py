@@ -46,6 +46,14 @@ def test_changed_settings_are_refused_unless_accepted(tmp_path):
     ]
 
 
+def test_checkpoints_of_unknown_settings_are_refused_unless_accepted(tmp_path):
+    trained(tmp_path)
+    (tmp_path / "run" / "config.resolved.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"has checkpoints but no config\.resolved\.yaml"):
+        list(output_directory.other_settings(inputs_of(tmp_path)))
+    assert list(output_directory.other_settings(inputs_of(tmp_path, accept_changes=True))) == []
+
+
 def test_changed_files_of_data_teacher_and_reference_are_refused_unless_accepted(tmp_path):
     rows, teacher = tmp_path / "rows.jsonl", tmp_path / "teacher"
     teacher.mkdir()
