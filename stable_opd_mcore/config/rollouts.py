@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from stable_opd_mcore.config.horizon import horizon_at, require_growth
-from stable_opd_mcore.config.section import Section, Url
+from stable_opd_mcore.config.section import Section, Urls
 
 MAX_STALENESS = 8  # the largest rollout.max_staleness
 
@@ -44,7 +44,7 @@ class SglangConfig(Section):
     """`colocated`: the run starts servers on the trainer's GPUs; they release their memory while
     the trainer needs it. `disaggregated`: the run starts servers on other GPUs of the trainer's
     machine. `external`: `stable-opd serve` or someone else started them; see `urls`."""
-    urls: tuple[Url, ...] = ()
+    urls: Urls = ()
     """Addresses of the `external` servers."""
     num_servers: PositiveInt | None = None
     """Servers on each machine. `null`: as many as its GPUs hold; on a CPU 1, or one per rank where

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from stable_opd_mcore.config.data import DataConfig, RewardConfig, TrainSource
 from stable_opd_mcore.config.environments import EnvironmentConfig
@@ -50,6 +50,13 @@ class RunConfig(Section):
     """Name of the run and of its directory."""
     directory: str = "runs"
     """Directory of all runs."""
+
+    @field_validator("directory")
+    @classmethod
+    def _no_tilde(cls, value: str) -> str:
+        if value.startswith("~"):
+            raise ValueError(f"{value}: only a shell replaces ~; write the path of the directory")
+        return value
 
     @property
     def path(self) -> Path:

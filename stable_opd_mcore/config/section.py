@@ -17,15 +17,25 @@ def _is_url(value: str) -> str:
     try:
         address = urlsplit(value)
         is_address = bool(address.hostname and address.hostname.encode("idna"))
-        _ = address.port  # raises a ValueError for one that is none
+        is_address = is_address and address.port != 0  # raises a ValueError for one that is none
     except ValueError:
         is_address = False
-    if not is_address or not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
+    if not is_address or not re.fullmatch(r"https?://[^/\s?#@]+(/[^\s?#]*)?", value):
         raise ValueError(f"{value!r} is not a server's address; expected http://HOST:PORT")
+    if value.rstrip("/").endswith("/v1"):
+        raise ValueError(f"{value!r} is OpenAI's interface of a server; leave out /v1")
     return value
 
 
+def _distinct(urls: tuple[str, ...]) -> tuple[str, ...]:
+    servers = [url.rstrip("/") for url in urls]
+    if len({*servers}) < len(servers):
+        raise ValueError(f"{[*urls]} names a server twice; give each once")
+    return urls
+
+
 Url = Annotated[str, AfterValidator(_is_url)]
+Urls = Annotated[tuple[Url, ...], AfterValidator(_distinct)]
 
 
 def _kinds(annotation: Any) -> set[Any]:
