@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.errors import DataError
@@ -33,10 +33,10 @@ class ArithmeticOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rows: PositiveInt = 1024
+    rows: int = Field(1024, gt=0, le=1_000_000)
     seed: int = 0
-    min_operations: PositiveInt = 2
-    max_operations: PositiveInt = 5
+    min_operations: int = Field(2, gt=0, le=1000)
+    max_operations: int = Field(5, gt=0, le=1000)
     modulus: int = Field(5, ge=2, le=10)
     # Entry m: P(re-check again | m re-checks made); the last entry holds for all further m.
     recheck: tuple[float, ...] = (0.0,)

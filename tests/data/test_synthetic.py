@@ -84,6 +84,7 @@ def test_repeated_rechecks_have_the_given_probabilities():
     [
         ({"rowz": 3}, "rowz.*use rows, seed"),
         ({"min_operations": 6}, "min_operations=6 exceeds max_operations=5"),
+        ({"rows": 10**11}, "rows: Input should be less than or equal to 1000000"),
         ({"recheck": [0.5, 1.0]}, "from 0 to below 1"),
     ],
 )
