@@ -13,8 +13,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 _LOG_AFTER = timedelta(seconds=15)
 _READ_WITHIN = timedelta(seconds=20)
 _NO_SETTINGS: Mapping[str, Any] = {}
+_LOST_RANK = ("gloo/transport", "remote process exited")  # in messages of gloo and NCCL
 _meetings = itertools.count()  # a store may outlive a meeting
 _OF_LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE")
 _REMEDY = (
@@ -129,6 +130,21 @@ def _refuse_other_settings(store: dist.Store, rank: int, world_size: int) -> Non
         f"rank {others[0]} of {world_size} was started with other settings than rank 0: {differ}; "
         "start every rank with the same config and overrides"
     )
+
+
+@contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """Raise a UserError where a collective fails because another rank has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _LOST_RANK):
+            raise
+        raise UserError(
+            f"rank {dist.get_rank()} has lost another rank, which ended or cannot be reached any "
+            "more: see the end of the other ranks' logs for the cause, and start again; the run "
+            f"continues from its newest checkpoint ({str(error).partition(' This is ')[0]:.300})"
+        ) from error
 
 
 def launcher_number(name: str, lowest: int, highest: int) -> int:

@@ -26,6 +26,7 @@ from stable_opd_mcore.models.peft_directory import export_adapter, mark_position
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import Sinks, read_metrics
+from stable_opd_mcore.parallel.rendezvous import naming_lost_ranks
 from stable_opd_mcore.parallel.world import World, stop_world
 from stable_opd_mcore.rollout.engine import EngineLost
 from stable_opd_mcore.serving.teacher import TeacherLost
@@ -90,6 +91,7 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
     home = config.run.path
     stop = StopSignals(world.device)
     with ExitStack() as stack:
+        stack.enter_context(naming_lost_ranks())
         stack.enter_context(stop)
         on_first_rank(world, lambda: take_directory(stack, home, home))
         watchdog = stack.enter_context(

@@ -13,7 +13,7 @@ from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.parallel import rendezvous
-from stable_opd_mcore.parallel.rendezvous import meet
+from stable_opd_mcore.parallel.rendezvous import meet, naming_lost_ranks
 from stable_opd_mcore.parallel.world import gather_objects, start_world, stop_world
 from stable_opd_mcore.train.setup import start_configured_world
 from tests.config.test_load import SMOKE
@@ -143,6 +143,24 @@ def _start_otherwise(rank: int, port: int) -> None:
     )
     with pytest.raises(UserError, match=message):
         start_configured_world(config)
+
+
+def test_a_rank_that_dies_is_named_as_the_cause(launched) -> None:
+    ranks = [start_process(_lose_rank_1, rank, _port()) for rank in range(3)]
+    for process in ranks:
+        process.join(timeout=60)
+    assert [process.exitcode for process in ranks] == [0, 9, 0]
+
+
+def _lose_rank_1(rank: int, port: int) -> None:
+    _of_rank(rank, port)
+    start_world(ParallelConfig(), seed=0)
+    assert gather_objects(rank) == [0, 1, 2]
+    if rank == 1:
+        os._exit(9)
+    with pytest.raises(UserError, match=f"rank {rank} has lost another rank"), naming_lost_ranks():
+        gather_objects(rank)
+    os._exit(0)  # the groups cannot be left in order
 
 
 def test_ranks_that_come_late_meet(launched) -> None:
