@@ -114,11 +114,12 @@ class Grader:
                 if isinstance(work, Verdict):
                     waiting.append(work)
                 else:
+                    self._drop_broken_pool(running)
                     future = self._submit(*work)
                     waiting.append(future)
                     running.add(future)
                 if len(running) == 2 * self._num_workers:  # one graded, one ready for each
-                    running = wait(running, return_when=FIRST_COMPLETED).not_done
+                    running = self._wait(running)
                 while waiting and waiting[0] not in running:
                     yield self._verdict(waiting.popleft())
             yield from map(self._verdict, waiting)
@@ -157,9 +158,25 @@ class Grader:
         form, opens_thinking = prompt.answer_format, prompt.opens_thinking
         return GradingItem(rollout.text, prompt.answer, form, opens_thinking, stopped)
 
-    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        if self._pool is None or not self._pool.active:  # not active: a worker died while idle
+    def _wait(self, running: set[Future[Any]]) -> set[Future[Any]]:
+        """Wait until one of them has ended, and return the others."""
+        while True:
+            ended, others = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+            if ended:
+                return others
+            self._drop_broken_pool(running)
+
+    def _drop_broken_pool(self, running: set[Future[Any]]) -> None:
+        """Close a pool whose workers have ended, and end what it has lost: pebble forgets a task
+        that it gets meanwhile."""
+        if self._pool is None or not self._pool.active:
             self.close()
+            for future in running:
+                if not future.done():
+                    future.set_exception(BrokenProcessPool("the workers ended before it"))
+
+    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        if self._pool is None:
             self._pool = ProcessPool(
                 self._num_workers,
                 initializer=start_worker,
@@ -168,12 +185,18 @@ class Grader:
             )
         limit = self.timeout_seconds
         arguments = (*arguments, 2 * limit + 10)  # an orphan ends itself then
-        return self._pool.schedule(function, args=arguments, timeout=limit)
+        try:
+            return self._pool.schedule(function, args=arguments, timeout=limit)
+        except RuntimeError as error:  # the workers have ended already
+            lost: Future[Any] = Future()
+            lost.set_exception(BrokenProcessPool(str(error)))
+            return lost
 
     def _verdict(self, future: Verdict | Future[Any]) -> Verdict:
         if isinstance(future, Verdict):
             return future
         try:
+            self._wait({future})
             found = future.result()
         except TimeoutError:
             return Verdict(False, "timeout")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pebble import ProcessPool
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation import grading
@@ -199,15 +200,27 @@ def test_a_user_s_reward_that_fails_costs_its_response(tmp_path, caplog):
     assert "KeyError: 'raise'" in warned
 
 
-def test_a_user_s_file_that_fails_ends_the_run(tmp_path, capfd):
-    """Here only in its own processes: one that always fails is refused with the settings."""
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_user_s_file_that_fails_ends_the_run(is_lost, tmp_path, capfd, monkeypatch):
+    """Here only in its own processes: one that always fails is refused with the settings.
+
+    is_lost: the workers end after pebble has seen that they live, before it has the task.
+    """
+
+    def check(pool: ProcessPool) -> None:
+        check_status(pool)
+        while is_lost and pool.active:
+            time.sleep(0.05)
+
+    check_status = ProcessPool._check_pool_status
+    monkeypatch.setattr(ProcessPool, "_check_pool_status", check)
     (tmp_path / "own.py").write_text(
         "import multiprocessing\n"
         "if multiprocessing.parent_process(): import no_such_module\n"
         "def reward(row, response): ..."
     )
     with pytest.raises(UserError, match=r"own.py: running it fails"):
-        rewarded(tmp_path / "own.py", ["a"])
+        rewarded(tmp_path / "own.py", ["a"] * 6)
     assert "no_such_module" in capfd.readouterr().err
 
 
