@@ -117,11 +117,11 @@ class HttpProcess:
         if error is not None:
             raise error
         self._process, self._channel, self._owner = process, channel, os.getpid()
-        if self._tokenizer is not None:
-            send_message(channel, ("use_tokenizer", self._tokenizer))
         arguments = (channel, process)
         self._reader = threading.Thread(target=self._read, args=arguments, name="http", daemon=True)
         self._reader.start()
+        if self._tokenizer is not None:  # after the thread has started, which notices its end
+            self._post("use_tokenizer", self._tokenizer)
         return channel
 
     def _read(self, channel: Connection, process: subprocess.Popen[bytes]) -> None:
@@ -130,6 +130,10 @@ class HttpProcess:
             try:
                 number, result = receive_message(channel)
             except (EOFError, OSError):
+                break
+            except Exception:  # whose reply it is, is not known
+                _log.exception("the process that talks to servers sent an unreadable reply")
+                process.kill()
                 break
             with self._lock:
                 reply = self._pending.pop(number, None)

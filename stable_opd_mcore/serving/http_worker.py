@@ -15,6 +15,7 @@ import resource
 import signal
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -49,6 +50,16 @@ def max_open_files() -> int:
     return number
 
 
+def _or_end(work: Callable[..., object], *arguments: Any) -> None:
+    """Do it; an error ends this process, which the parent notices. It would wait for ever for the
+    answer to a request that is lost."""
+    try:
+        work(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
 class Worker:
     """Answers each message of the parent by one of its own: (number of the request, result)."""
 
@@ -66,8 +77,8 @@ class Worker:
     async def run(self, parent: int) -> None:
         """Serve the parent until it has ended."""
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._receive, args=(loop,), daemon=True).start()
-        threading.Thread(target=self._send, daemon=True).start()
+        for work, arguments in ((self._receive, (loop,)), (self._send, ())):
+            threading.Thread(target=_or_end, args=(work, *arguments), daemon=True).start()
         self._answers.put((None, None))  # ready
         while os.getppid() == parent:  # a fork of the parent may hold its end of the channel
             await asyncio.sleep(_WATCH_SECONDS)
@@ -81,7 +92,7 @@ class Worker:
                 kind, *arguments = receive_message(self._channel)
             except (EOFError, OSError):
                 os._exit(0)  # the parent has ended
-            loop.call_soon_threadsafe(getattr(self, kind), *arguments)
+            loop.call_soon_threadsafe(_or_end, getattr(self, kind), *arguments)
 
     def _send(self) -> None:
         while True:
@@ -106,7 +117,7 @@ class Worker:
         work = self._fulfil(server, request, timeout_seconds, delay_seconds)
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[number] = client, task
-        task.add_done_callback(partial(self._answer, number, server.url))
+        task.add_done_callback(partial(_or_end, self._answer, number, server.url))
         if client in self._closed:
             task.cancel()
 

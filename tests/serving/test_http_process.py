@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import Sampling
+from stable_opd_mcore.serving.channel import receive_message
 from stable_opd_mcore.serving.client import ServerFailure, SglangClient
 from stable_opd_mcore.serving.exchange import Server
 from stable_opd_mcore.serving.http_process import HTTP, HttpProcess
@@ -97,6 +98,38 @@ def test_after_it_was_killed_its_requests_are_transient_failures_and_later_ones_
     with http_server(lambda _: (200, b"{}")) as url:
         assert SglangClient(url).is_healthy()
     assert HTTP.pid not in (None, pid)
+
+
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize("moment", ["it gets the tokenizer", "it gets a request", "it answers"])
+def test_no_request_waits_for_ever_if_the_process_ends_or_fails_as(moment, monkeypatch, caplog):
+    def received(channel):
+        message = receive_message(channel)
+        if moment == "it gets the tokenizer" and message == (None, None):  # it is ready
+            (worker,) = set(psutil.Process().children()) - before
+            worker.kill()
+            worker.wait()
+        if moment == "it answers" and message != (None, None):
+            int("no number")
+        return message
+
+    before = set(psutil.Process().children())
+    http, body = HttpProcess(), None
+    monkeypatch.setattr("stable_opd_mcore.serving.http_process.receive_message", received)
+    if moment == "it gets the tokenizer":
+        http.use_tokenizer("x" * 2**20)  # more than a channel holds
+    elif moment == "it gets a request":
+        body = {"a": Unreadable()}
+    reply = http.submit(0, Server("http://127.0.0.1:9", None), Call("POST", "/a", body), 1.0)
+    failure = reply.exception(30)
+    assert isinstance(failure, ServerFailure), failure
+    assert failure.transient
+    assert "the next request starts another" in caplog.text
+    http.end()
 
 
 def test_a_process_that_cannot_start_is_an_error_of_the_first_request(monkeypatch, silent):
