@@ -7,12 +7,15 @@ the next save removes.
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -53,6 +56,7 @@ _WRITE_ERRORS = (
     "inline_container.cc",
     "PytorchStreamWriter",
     "Worker failure: [Errno",
+    "Worker failure: a process that writes",
     "Worker failure: An error is caught while starting worker",
 )
 
@@ -62,6 +66,8 @@ _OWN_WRITERS: dict[str, Any] = (
     if "async_strategy" in signature(dist_checkpointing.save).parameters
     else {}
 )
+_WRITE_FILE: Any = FileSystemWriterAsync.write_preloaded_data
+_FORKS_WRITERS = "local_proc_idx" in signature(_WRITE_FILE).parameters
 
 
 def sharding() -> dict[str, Any]:
@@ -136,7 +142,60 @@ def _write(tree: dict[str, Any], chunks: Sequence[Module], directory: Path) -> N
         stage = FileSystemWriterAsync.preload_tensors
         buckets = request.async_fn_args[1]
         request = request._replace(preload_fn=partial(stage, buckets, non_blocking=False))
+        if _FORKS_WRITERS:  # newer releases write in threads
+            request = request._replace(async_fn=partial(_write_buckets, request.async_fn.args[0]))
     request.execute_sync()
+
+
+def _write_buckets(
+    transforms: Sequence[Any], _rank: int, buckets: Sequence[Any], results: queue.SimpleQueue[Any]
+) -> None:
+    """Write each bucket in a forked process; put the results, or the first error, into `results`.
+
+    In place of Megatron's function, which waits for ever for a process that was killed.
+    """
+    context = multiprocessing.get_context("fork")
+    writers: list[tuple[Any, Connection]] = []
+    try:
+        for number, bucket in enumerate(buckets):
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (transforms, number, bucket, sender)
+            process = context.Process(target=_write_bucket, args=arguments)
+            with sender:  # only the process keeps it, so its end is noticed
+                process.start()
+            writers.append((process, receiver))
+        results.put({number: _result_of(*writer) for number, writer in enumerate(writers)})
+    except Exception as error:  # Megatron raises it on all ranks
+        results.put(error)
+    finally:
+        for process, receiver in writers:
+            receiver.close()
+            process.kill()  # after an error; else it has ended
+            process.join()
+
+
+def _write_bucket(transforms: Sequence[Any], number: int, bucket: Any, results: Connection) -> None:
+    _WRITE_FILE(
+        transforms,
+        local_proc_idx=number,
+        write_bucket=bucket,
+        results_queue=SimpleNamespace(put=results.send),
+        count_queue=SimpleNamespace(get=lambda: number, task_done=lambda: None),
+        use_fsync=True,
+    )
+
+
+def _result_of(process: Any, receiver: Connection) -> list[Any]:
+    try:
+        _, found = receiver.recv()
+    except (EOFError, OSError):
+        process.join()
+        code = process.exitcode
+        how = f"signal {-code}, as where memory runs out" if code < 0 else f"exit code {code}"
+        raise RuntimeError(f"a process that writes files ended with {how}") from None
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _together(directory: Path, needed_bytes: int, action: Callable[[], _T]) -> list[_T]:

@@ -1,9 +1,17 @@
 """A directory that all ranks write exists once it is complete."""
 
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import directory_save
 from stable_opd_mcore.models.directory_save import save_directory
 from stable_opd_mcore.models.gpt import build_model
@@ -47,3 +55,25 @@ def test_a_killed_save_leaves_the_older_directory_and_is_replaced(world, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert find_damage(tmp_path / "model") is None
     assert pinned == [False] * 3
+
+
+@pytest.mark.parametrize("ends", [lambda: os.kill(os.getpid(), signal.SIGKILL), sys.exit])
+def test_a_save_whose_writer_ends_is_refused(ends, world, tmp_path, monkeypatch):
+    trainer, written = os.getpid(), []
+
+    @functools.wraps(filesystem_async._write_item)
+    def killed(*arguments, **options):
+        written.append(arguments)
+        if len(written) > 2 and os.getpid() != trainer:
+            ends()
+        return write(*arguments, **options)
+
+    write = filesystem_async._write_item
+    chunks = build_model(tiny.architecture("qwen3", num_hidden_layers=1), world)
+    save_directory(weights_of(chunks), chunks, tmp_path / "model", lambda _: None)
+    monkeypatch.setattr(filesystem_async, "_write_item", killed)
+    with pytest.raises(UserError, match=r"model: cannot be written: .* ended with (signal 9|exit)"):
+        save_directory(weights_of(chunks), chunks, tmp_path / "model", lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert find_damage(tmp_path / "model") is None
+    assert not multiprocessing.active_children()
