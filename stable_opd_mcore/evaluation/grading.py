@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -25,6 +26,7 @@ from stable_opd_mcore.host.user_code import UserFunction
 from stable_opd_mcore.records import AnswerFormat, GradingFailure, Rollout
 
 CONSTS.term_timeout = 0.0  # pebble's wait between SIGTERM, which workers ignore, and SIGKILL
+_START_SECONDS = 600.0  # the longest that workers take to start
 _THINK_END = "</think>"
 _LOG = logging.getLogger(__name__)
 Rewards = Mapping[str, UserFunction | None]
@@ -159,11 +161,17 @@ class Grader:
         return GradingItem(rollout.text, prompt.answer, form, opens_thinking, stopped)
 
     def _wait(self, running: set[Future[Any]]) -> set[Future[Any]]:
-        """Wait until one of them has ended, and return the others."""
+        """Wait until one of them has ended, and return the others.
+
+        pebble forgets an item whose worker ends between its receipt and the acknowledgement.
+        """
+        deadline = time.monotonic() + 2 * self.timeout_seconds + _START_SECONDS
         while True:
             ended, others = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
             if ended:
                 return others
+            if time.monotonic() > deadline:
+                self.close()
             self._drop_broken_pool(running)
 
     def _drop_broken_pool(self, running: set[Future[Any]]) -> None:

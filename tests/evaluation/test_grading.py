@@ -12,7 +12,7 @@ from pebble import ProcessPool
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation import grading
-from stable_opd_mcore.evaluation.grading import Grader, GradingItem, Verdict
+from stable_opd_mcore.evaluation.grading import Grader, GradingItem, RewardItem, Verdict
 from stable_opd_mcore.host.user_code import read_user_function
 from stable_opd_mcore.records import Prompt, Rollout
 from tests.real_data import real_data
@@ -222,6 +222,29 @@ def test_a_user_s_file_that_fails_ends_the_run(is_lost, tmp_path, capfd, monkeyp
     with pytest.raises(UserError, match=r"own.py: running it fails"):
         rewarded(tmp_path / "own.py", ["a"] * 6)
     assert "no_such_module" in capfd.readouterr().err
+
+
+def test_an_item_that_a_worker_loses_counts_as_a_crash(tmp_path, monkeypatch):
+    """Its worker lacks memory as it gets the item, while another one grades."""
+    (tmp_path / "own.py").write_text(
+        "import multiprocessing, time\n"
+        "from pebble.pool.process import Acknowledgement\n"
+        "def reward(row, response): return time.sleep(float(response)) or 1\n"
+        "def acknowledged(self, worker, task):\n"
+        "    if task == 3: raise MemoryError\n"
+        "    made(self, worker, task)\n"
+        "made = Acknowledgement.__init__\n"
+        "if multiprocessing.parent_process(): Acknowledgement.__init__ = acknowledged"
+    )
+    function = read_user_function(f"{tmp_path}/own.py:reward", ("row", "response"))
+    with Grader(2.0, rewards={"": function}) as grader:
+
+        def verdicts(*responses: str) -> list[Verdict]:
+            return list(grader.grade(RewardItem("", {}, response) for response in responses))
+
+        assert verdicts("0") == [Verdict(1)]  # the workers have started
+        monkeypatch.setattr(grading, "_START_SECONDS", 0.0)
+        assert verdicts("1", "0", "0") == [Verdict(1), Verdict(1), Verdict(0, "crash")]
 
 
 def test_the_example_of_a_reward():
