@@ -230,11 +230,14 @@ class ServedTeacher:
         """Send what waits while there is room; called with the lock held."""
         while self._waiting and self._num_in_flight < _MAX_IN_FLIGHT:
             asked = self._waiting.popleft()
-            if self.lost is None:
-                self._num_in_flight += 1
+            self._num_in_flight += 1
+            try:
+                if self.lost is not None:
+                    raise TeacherLost(self.lost)
                 self._send(asked)
-            else:
-                asked.reply.set_exception(TeacherLost(self.lost))
+            except Exception as error:  # raised again by `wait`
+                self._num_in_flight -= 1
+                asked.reply.set_exception(error)
 
     def _send(self, asked: _Asked, delay_seconds: float = 0.0) -> None:
         client = asked.clients[asked.failures % len(asked.clients)]

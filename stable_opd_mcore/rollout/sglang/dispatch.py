@@ -174,7 +174,11 @@ class Dispatcher:
             member = min(free, key=lambda m: m.in_flight - (_SPARED if m is known else 0))
             prompt.member = prompt.member or member
             self._count(member, 1)
-            self._request(_Sent(member, member.client, prompt, sample, 1))
+            try:
+                self._request(_Sent(member, member.client, prompt, sample, 1))
+            except BaseException:  # a pause would wait for its reply
+                self._count(member, -1)
+                raise
 
     def _request(self, sent: _Sent) -> None:
         delay = 0.0 if sent.attempt == 1 else pause_seconds(sent.attempt - 1)

@@ -6,6 +6,7 @@ import itertools
 import json
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,6 +22,7 @@ from stable_opd_mcore.rollout.episodes import Episode, Observation
 from stable_opd_mcore.rollout.sglang import dispatch
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
+from stable_opd_mcore.rollout.sglang.group import in_daemon
 from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests
 from stable_opd_mcore.serving.client import RefusedRequest
 from stable_opd_mcore.serving.requests import Generation
@@ -224,6 +226,31 @@ def test_without_aborts_a_pause_waits_for_what_is_in_flight_alone(tmp_path):
     dispatcher.resume()
     dispatcher.wait(prompts)
     assert prompts[1].is_done
+
+
+def test_after_a_request_that_cannot_be_sent_a_pause_ends_and_its_error_is_raised(
+    tmp_path, monkeypatch
+):
+    client, sent = AbortableServer(), itertools.count()
+    fleet = fleet_over(tmp_path, client)
+    fleet.members[0].max_in_flight = 1
+    dispatcher, submit = Dispatcher(fleet), client.submit
+
+    def fails_again(*arguments: Any, **options: Any) -> Future[Any]:
+        if next(sent):
+            raise OSError("no process can be started")
+        return submit(*arguments, **options)
+
+    monkeypatch.setattr(client, "submit", fails_again)
+    prompts = prompts_of([request(num_samples=2)])
+    dispatcher.submit(prompts)
+    client.end()
+    while not dispatcher._error:
+        time.sleep(0.01)
+    in_daemon(lambda: dispatcher.pause(abort=False), "pause").result(10)
+    with pytest.raises(OSError, match="no process can be started"):
+        dispatcher.wait(prompts)
+    dispatcher.close()
 
 
 def test_the_order_is_by_step_then_sample_then_submission(tmp_path):
