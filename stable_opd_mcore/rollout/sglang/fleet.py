@@ -226,7 +226,7 @@ class Fleet:
 
     def watch(self) -> None:
         """Probe members in the background from now on, while requests are in flight."""
-        if self._watcher is None:
+        if self._watcher is None or not self._watcher.is_alive():  # an error has ended it
             self._watcher = threading.Thread(target=self._watch, name="health", daemon=True)
             self._watcher.start()
 

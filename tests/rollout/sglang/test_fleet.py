@@ -179,14 +179,18 @@ def test_the_gpu_is_given_to_the_trainer_and_back(tmp_path, monkeypatch):
     assert other.lost is not None
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_probes_count_from_the_first_answer_on(tmp_path, monkeypatch):
     """Before it a server may be compiling kernels; the request's own time-out ends the wait."""
-    answers = iter([False] * 4 + [True] + [False] * 2)
+    no_process = OSError("no process can be started")
+    answers = iter([no_process, *[False] * 4, True, no_process, *[False] * 2])
 
     @dataclass
     class Client:
         def is_healthy(self, timeout_seconds: float) -> bool:
-            return next(answers)
+            if isinstance(answer := next(answers), OSError):
+                raise answer
+            return answer
 
         def close(self) -> None:
             pass
@@ -196,8 +200,8 @@ def test_probes_count_from_the_first_answer_on(tmp_path, monkeypatch):
     monkeypatch.setattr(timeouts, "HEALTH_INTERVAL", 0.02)
     monkeypatch.setattr(fleet_module, "MAX_RESTARTS", 0)
     fleet = Fleet([member], EventLog(tmp_path / "events.jsonl"))
-    fleet.watch()
     for _ in range(1500):
+        fleet.watch()  # as each step does: an error ends the thread
         if fleet.lost is not None:
             break
         time.sleep(0.02)
