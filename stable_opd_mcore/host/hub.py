@@ -22,6 +22,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
 )
 IMAGE_FILES = (
     "preprocessor_config.json",

@@ -10,22 +10,12 @@ from typing import Any
 
 import torch
 
-from stable_opd_mcore.host.hub import IMAGE_FILES
+from stable_opd_mcore.host.hub import IMAGE_FILES, TOKENIZER_FILES
 from stable_opd_mcore.models.families import Architecture
 
 TRAINED = "trained.json"  # an exported model's file: the run and step it is from
 _GENERATION = "generation_config.json"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    _GENERATION,
-)
+_COPIED_FILES = tuple(name for name in TOKENIZER_FILES if name != "config.json")
 
 
 def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path) -> None:
@@ -45,7 +35,7 @@ def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copy the tokenizer and generation settings of one model directory to another."""
-    _copy(source, directory, _TOKENIZER_FILES)
+    _copy(source, directory, _COPIED_FILES)
 
 
 def copy_generation_settings(source: Path, directory: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.models.small_files import copy_tokenizer
 from tests.checks.directories import TEMPLATE, write_model
 
 
@@ -111,12 +112,16 @@ def test_named_templates_need_a_default(tmp_path):
         Tokenizer.load(model)
 
 
-def test_a_template_that_only_a_processors_file_holds_is_read(tmp_path):
+def test_a_template_that_only_a_processors_file_holds_is_read_and_copied(tmp_path):
     model = write_model(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     assert not Tokenizer.load(model).has_template
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     assert Tokenizer.load(model).turn_end_id == 258
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    copy_tokenizer(tmp_path, copy)
+    assert Tokenizer.load(str(copy)).turn_end_id == 258
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json"])
