@@ -136,7 +136,8 @@ def evaluated_config(config: Config, model: EvaluatedModel) -> Config:
         tokenizer = next(holders, config.student.path)
     stop_ids = None if stop_ids is None else tuple(stop_ids)
     student = StudentConfig(**source, stop_token_ids=stop_ids, chat_template_kwargs=template_kwargs)
-    if config.student.path == student.path:  # else they are another model's
+    is_own_run = run is not None and config.run.path.resolve() == run.resolve()
+    if is_own_run or config.student.path == student.path:  # else they are another model's
         own = {"window": config.student.window, "rope_theta": config.student.rope_theta}
         own = {key: value for key, value in own.items() if value is not None}
         student = student.model_copy(update=own)

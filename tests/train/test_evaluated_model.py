@@ -40,6 +40,14 @@ def test_a_run_its_model_and_its_checkpoint_have_the_settings_of_the_run(run, pa
     assert config.model_copy(update={"evaluation": stored.evaluation}) == stored
 
 
+def test_a_window_given_to_the_evaluation_of_a_run_is_its_models(run):
+    for part in ("model", "checkpoints/step_000004"):
+        longer = evaluation_config(run, overrides=["student.window=99"])
+        assert evaluated_config(longer, EvaluatedModel(run / part, "step")).student.window == 99
+    of_other = longer.replaced(run={"name": "other"})
+    assert evaluated_config(of_other, EvaluatedModel(run / part, "step")).student.window is None
+
+
 def test_the_model_of_a_cold_start_is_of_the_cold_start(run):
     assert evaluation_config(run / "cold_start" / "model").run.name == "cold_start"
 
