@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from stable_opd_mcore.evaluation.table import markdown, markdown_table, results_
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import DONE, REQUEUE
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
+from stable_opd_mcore.models.families import Architecture
 from stable_opd_mcore.models.peft_directory import is_adapter, merge_adapter
 from stable_opd_mcore.models.weights import weights_hash
 from stable_opd_mcore.monitoring.chosen_runs import evaluated_runs, seeds_together
@@ -204,6 +205,7 @@ class Evaluation:
             "engine": self.config.rollout.engine,
             "sampling": asdict(problems.sampling),
             "problems": _hash_of(problems.prompts),
+            **_settings_of(configured_architecture(self.config.student)),
         }
         for key, environment in self._environments(name).items():
             code = hashlib.sha256(environment.read().source).hexdigest()
@@ -319,6 +321,12 @@ def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) ->
     print_line(f"{title}: {model.path}, weights {evaluation.weights[:12]}")
     print_line(results_table(results))
     print_line(f"{files.results}, {files.results_page.name}; responses: {files.responses}")
+
+
+def _settings_of(architecture: Architecture) -> dict[str, Any]:
+    """What config.json and the student's settings say, such as YaRN: weights do not."""
+    names = [field.name for field in fields(architecture) if field.compare]
+    return {name: asdict(architecture)[name] for name in names}
 
 
 def _hash_of(prompts: Sequence[Prompt]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.train import evaluation
 from stable_opd_mcore.train.evaluated_model import evaluation_config
 from stable_opd_mcore.train.evaluation import evaluate_config
@@ -90,6 +91,8 @@ def evaluate_in_all_forms(rank: int, world_size: int, home: Path) -> None:
     of_other = other / "evaluation" / results.name
     evaluate_config(evaluation_config(run), lines.append, others=[of_other])
     assert files_of(results) == whole
+    with pytest.raises(UserError, match=r"its responses have rotary .*, this evaluation .*'theta'"):
+        evaluate_config(evaluation_config(run, overrides=["student.rope_theta=3"]), lines.append)
     assert "| run, step_000002, mean of 2 seeds |" in lines[-1]
     some = evaluate_config(evaluation_config(run), lines.append, limit=4)
     assert some.name == "step_000002_first_4"
