@@ -113,6 +113,22 @@ def find_model(config: Config) -> EvaluatedModel:
     return max(found, key=lambda each: -1 if each.step is None else each.step)
 
 
+def refuse_shared_results(configs: Sequence[Config]) -> None:
+    """Raise a UserError where two models of no run would have one directory of results."""
+    owners: dict[Path, str] = {}
+    for config in configs:
+        model = config.evaluation.model
+        if model is None or run_of(Path(model)) is not None:
+            continue
+        place = config.evaluation_path / model_in(Path(model)).name
+        owner = owners.setdefault(place, model)
+        if Path(owner).resolve() != Path(model).resolve():
+            raise UserError(
+                f"{owner} and {model}: the results of both would be in {place}; evaluate one of "
+                "them in a command of its own with run.name=NAME, or rename one directory"
+            )
+
+
 def evaluated_config(config: Config, model: EvaluatedModel) -> Config:
     """The config with the model as its student and the results' directory as its run. Where the
     model is low-rank factors, the student is their base: in a run that of the run.

@@ -14,6 +14,7 @@ from stable_opd_mcore.train.evaluated_model import (
     find_model,
     mark_trained,
     named_benchmarks,
+    refuse_shared_results,
 )
 from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_architecture, tiny_config
@@ -74,6 +75,17 @@ def test_a_model_of_no_run_has_the_papers_settings_or_those_given(tmp_path, run)
     own = evaluated_config(paper, of_model)
     assert own.tokenizer.path == str(model)
     assert own.run.path == paper.evaluation_path / "other"
+
+
+def test_two_models_of_one_name_are_refused_before_the_first_is_evaluated(tmp_path, run):
+    for name in ("a/model", "b/model", "c"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    first, second = tmp_path / "a/model", tmp_path / "b/model"
+    for allowed in ([first, first, tmp_path / "c"], [first, run, run / "model"]):
+        refuse_shared_results([evaluation_config(each) for each in allowed])
+    with pytest.raises(UserError, match=r"a/model and .*b/model: the results of both would be in"):
+        refuse_shared_results([evaluation_config(each) for each in (first, second)])
 
 
 def rendering(directory, name, **template_kwargs):
