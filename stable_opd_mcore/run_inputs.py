@@ -308,13 +308,15 @@ def configured_architecture(model: ModelConfig) -> Architecture:
     return read_architecture(source, window=model.window, rope_theta=model.rope_theta)
 
 
-def refuse_small_vocabulary(model: ModelConfig, architecture: Architecture, size: int) -> None:
+def refuse_small_vocabulary(
+    path: str | None, architecture: Architecture, size: int, setting: str = "tokenizer.path"
+) -> None:
     """Raise a UserError where the embedding has no row for the tokenizer's largest id, size-1."""
     if architecture.vocab_size < size:
         raise UserError(
-            f"{model.path or 'the inline architecture'}: vocab_size={architecture.vocab_size} has "
-            f"no row for the tokenizer's largest id, {size - 1}: set tokenizer.path to the model's "
-            "own, or take another model"
+            f"{path or 'the inline architecture'}: vocab_size={architecture.vocab_size} has no row "
+            f"for the tokenizer's largest id, {size - 1}: set {setting} to the model's own, or "
+            "take another model"
         )
 
 

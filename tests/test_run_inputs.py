@@ -93,9 +93,9 @@ def test_a_hub_id_needs_its_commit(tmp_path):
 def test_an_embedding_smaller_than_the_vocabulary_is_refused(tmp_path):
     config = tiny_config(tmp_path, "run", student={"architecture": tiny_architecture(32, 2)})
     architecture = configured_architecture(config.student)
-    refuse_small_vocabulary(config.student, architecture, 27)
+    refuse_small_vocabulary(config.student.path, architecture, 27)
     with pytest.raises(UserError, match=r"vocab_size=27 has no row for .* largest id, 27"):
-        refuse_small_vocabulary(config.student, architecture, 28)
+        refuse_small_vocabulary(config.student.path, architecture, 28)
 
 
 def test_a_tokenizer_with_other_ids_than_the_students_own_is_refused(tmp_path):

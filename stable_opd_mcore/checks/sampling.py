@@ -91,7 +91,7 @@ def rounded_factors(inputs: RunInputs) -> Iterator[Finding]:
 def embedding_rows(inputs: RunInputs) -> None:
     """Embeddings with fewer rows than the tokenizer has tokens; `train` refuses them."""
     for settings, model in inputs.models.values():
-        refuse_small_vocabulary(settings, model, inputs.tokenizer.vocab_size)
+        refuse_small_vocabulary(settings.path, model, inputs.tokenizer.vocab_size)
 
 
 def support(inputs: RunInputs) -> None:

@@ -34,7 +34,7 @@ def read_vocabulary(path: str) -> Vocabulary:
 
 
 def same_vocabulary(
-    first: Tokenizer,
+    first: Tokenizer | Vocabulary,
     second: Tokenizer | Vocabulary,
     remedy: str = "choose a teacher with the student's",
 ) -> list[RenamedToken]:
@@ -59,8 +59,8 @@ def same_vocabulary(
         if is_base:
             raise UserError(
                 f"{first.path} and {second.path} have different tokenizers: id {token_id} is "
-                f"{a!r} in the first and {b!r} in the second; on-policy distillation needs "
-                f"one vocabulary: {remedy}"
+                f"{a!r} in the first and {b!r} in the second; expected one "
+                f"vocabulary: {remedy}"
             )
         renamed.append(RenamedToken(token_id, a, b))
     return renamed

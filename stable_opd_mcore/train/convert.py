@@ -4,12 +4,14 @@ In bf16 where all weights are, else in fp32, which also holds fp16 exactly. A ru
 are merged in the precision of its training.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.tokenizer_backend import has_tokenizer
-from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.data.vocabulary import read_vocabulary, same_vocabulary
+from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.host.atomic_files import require_new_directory
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.models.gpt import build_model
@@ -22,6 +24,7 @@ from stable_opd_mcore.models.megatron_checkpoint import is_megatron, save_weight
 from stable_opd_mcore.models.peft_directory import factor_dtypes, is_adapter, merge_adapter
 from stable_opd_mcore.models.small_files import copy_generation_settings, copy_tokenizer
 from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.run_inputs import refuse_small_vocabulary
 from stable_opd_mcore.train.evaluated_model import (
     EvaluatedModel,
     model_in,
@@ -46,7 +49,7 @@ def convert(
 
     Raises:
         UserError: `target` exists, cannot be made or is inside `source`, `source` is not a model
-            directory, or there is no tokenizer.
+            directory, or there is no tokenizer, or `tokenizer` has other ids than the model.
     """
     require_new_directory(target)
     if not source.is_dir():
@@ -75,6 +78,7 @@ def convert(
     architecture = read_architecture(
         weights, window=under.get("window"), rope_theta=under.get("rope_theta")
     )
+    _refuse_other_ids(tokenizer, source if has_tokenizer(source) else weights, architecture)
     precision, rounded = _precision(model, weights, architecture)
     if is_megatron(weights):
         require_base(holder, architecture)
@@ -99,6 +103,19 @@ def convert(
         done = f"Hugging Face to Megatron, in {precision}{rounded}"
     stop_world()
     return done
+
+
+def _refuse_other_ids(tokenizer: Path | None, own: Path, architecture: Architecture) -> None:
+    """Raise a UserError where the ids of a given tokenizer are not those of the model, whose
+    directory `own` may have a tokenizer."""
+    if tokenizer is None:
+        return
+    vocabulary = read_vocabulary(str(tokenizer))
+    refuse_small_vocabulary(str(own), architecture, max(vocabulary.names_by_id) + 1, "--tokenizer")
+    if not has_tokenizer(own):
+        return
+    with suppress(DataError):  # --tokenizer is the remedy for one that cannot be loaded
+        same_vocabulary(vocabulary, read_vocabulary(str(own)), "give the model's own --tokenizer")
 
 
 def _precision(

@@ -55,7 +55,7 @@ def load_model(
             that `build_model` or `load_hf` refuse.
     """
     architecture = configured_architecture(model)
-    refuse_small_vocabulary(model, architecture, vocab_size)
+    refuse_small_vocabulary(model.path, architecture, vocab_size)
     chunks = build_model(
         architecture,
         world,

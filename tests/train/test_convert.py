@@ -22,6 +22,7 @@ from stable_opd_mcore.train.convert import convert
 from stable_opd_mcore.train.evaluated_model import EvaluatedModel
 from stable_opd_mcore.train.evaluation import evaluate_config
 from stable_opd_mcore.train.loop import train
+from tests.checks.directories import write_model as write_model_files
 from tests.parallel.launch import run_ranks
 from tests.train.runs import ALONE, problems, tiny_architecture, tiny_config
 
@@ -132,6 +133,22 @@ def test_a_source_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_architecture(32, 4)))
     with pytest.raises(UserError, match=r"no tokenizer\.json in it.*--tokenizer"):
         convert(tmp_path, tmp_path.with_name("target"))
+
+
+def test_a_tokenizer_with_other_ids_than_the_models_is_refused(tmp_path):
+    source, other = tmp_path / "source", tmp_path / "other"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(tiny_architecture(32, 4)))
+    other.mkdir()
+    write_model_files(other)
+    with pytest.raises(UserError, match=r"no row for the .* id, \d+: set --tokenizer to the model"):
+        convert(source, tmp_path / "target", tokenizer=other)
+    Tokenizer.load("synthetic").save(source)
+    (source / "config.json").write_text(json.dumps(tiny_architecture(32, 4) | {"vocab_size": 999}))
+    with pytest.raises(
+        UserError, match=r"different tokenizers: .*give the model's own --tokenizer"
+    ):
+        convert(source, tmp_path / "target", tokenizer=other)
 
 
 def test_a_target_inside_the_source_is_refused(tmp_path):
