@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _THINK, _THINK_END = "<think>", "</think>"
 _PROMPT_MARK, _MARK = "user-turn-mark", "assistant-turn-mark"
 _TURNS = [{"role": "user", "content": _PROMPT_MARK}, {"role": "assistant", "content": _MARK}]
+_PLAIN = ": 'a' < \"b\" & \\frac{é}\n\n{{c}}."  # what filters such as escape and tojson change
 _GENERATION = "generation_config.json"
 
 
@@ -286,7 +287,7 @@ class Tokenizer:
         roles = tuple(message["role"] for message in messages)
         if roles in self._whole_turns:
             return
-        marks = {n: f"{role}-mark-{n}" for n, role in enumerate(roles) if role != "tool"}
+        marks = {n: f"{role} {n}{_PLAIN}" for n, role in enumerate(roles) if role != "tool"}
         marks = {n: mark for n, mark in marks.items() if not messages[n].get("tool_calls")}
         turns = [{**t, "content": marks[n]} if n in marks else t for n, t in enumerate(messages)]
         text = self.render(turns, generation_prompt=True)

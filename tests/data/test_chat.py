@@ -67,6 +67,8 @@ DROPPED = {
     "typed parts": "{{ (messages[0].content | selectattr('type', 'equalto', 'text')) | list }}",
     "cut": "{% for m in messages %}{{ m.content[:5] }}{% endfor %}",
     "changed": "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+    "escaped": "{% for m in messages %}{{ m.content | e }}{% endfor %}",
+    "as JSON": "{% for m in messages %}{{ m.content | tojson }}{% endfor %}",
     "another text": "<|im_start|>user\nHello<|im_end|>\n",
 }
 
