@@ -18,17 +18,19 @@ class BenchmarkResult:
     num_samples: int  # k
     num_correct: tuple[int, ...]  # right responses of each problem, in the problems' order
     num_over_long: int = 0  # problems without a response, counted as wrong
+    # Sum of each problem's rewards; (): num_correct. An environment may return one between 0 and 1.
+    rewards: tuple[float, ...] = ()
     # Truncation, repetition, lengths, ... by name, as in data/responses.py; None: not defined.
     rates: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The share of right responses of each problem."""
-        return tuple(correct / self.num_samples for correct in self.num_correct)
+        """The mean reward of each problem: the share of right responses where it is 0 or 1."""
+        return tuple(reward / self.num_samples for reward in self.rewards or self.num_correct)
 
     @property
     def accuracy(self) -> float:
-        """avg@k: the mean share. It is also the unbiased estimate of pass@1."""
+        """avg@k: the mean share. Where rewards are 0 or 1, an unbiased estimate of pass@1."""
         return sum(self.shares) / len(self.shares)
 
     @property
@@ -87,18 +89,21 @@ def benchmark_result(
     max_turns: of the episodes of each environment that plays them; see `rollout_metrics`.
     """
     correct: dict[str, int] = {}
+    rewards: dict[str, float] = {}
 
     def counted() -> Iterator[Rollout]:
         for rollout in rollouts:
             prompt_id = rollout.prompt.prompt_id
             correct[prompt_id] = correct.get(prompt_id, 0) + (rollout.reward == 1.0)
+            rewards[prompt_id] = rewards.get(prompt_id, 0.0) + (rollout.reward or 0.0)
             yield rollout
 
     metrics = rollout_metrics(counted(), sampling.max_new_tokens, "eval", max_turns)
     rates = {key.removeprefix("eval/"): value for key, value in metrics.values_by_key().items()}
     del rates["accuracy"]  # the over-long problems count as wrong in ours
-    num_correct = (*correct.values(), *[0] * over_long)
-    return BenchmarkResult(sampling.num_samples, num_correct, over_long, rates)
+    missing = [0] * over_long
+    num_correct, sums = (*correct.values(), *missing), (*rewards.values(), *missing)
+    return BenchmarkResult(sampling.num_samples, num_correct, over_long, sums, rates)
 
 
 def evaluation_sampling(

@@ -35,6 +35,12 @@ def test_all_responses_of_all_problems_count_and_over_long_problems_are_wrong():
     assert with_long.record()["truncation_rate"] == 0.0
 
 
+def test_rewards_between_0_and_1_count_in_the_accuracy_as_in_training():
+    rollouts = [Rollout(each, 0, (), (), "stop", 0, "", 0.75) for each in PROMPTS]
+    result = benchmark_result(iter(rollouts), Sampling(1.0, 1.0, 8, 1, (), 0), over_long=1)
+    assert (result.accuracy, result.pass_at(1)[0]) == (pytest.approx(7 * 0.75 / 8), 0.0)
+
+
 def test_a_record_holds_every_pass_at_k():
     values = BenchmarkResult(4, (4, 2, 0, 2), num_over_long=1).record()
     assert values["accuracy"] == 0.5
