@@ -66,6 +66,15 @@ def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
     if config.environment.function is None:
         needs = "it needs environment.function"
         reasons |= {f"environment.{key}": needs for key in EnvironmentConfig.model_fields}
+    for number, source in enumerate(data.sources):
+        own = source.environment
+        if own is not None and own.function is None and own != EnvironmentConfig():
+            given = ", ".join(own.model_dump(exclude_defaults=True))
+            raise ConfigError(
+                f"data.train.{number}.environment has {given} and no function, so the rows of "
+                f"{source.path} would have one turn: the section replaces the run's whole "
+                "environment; repeat its function there, or write {} for one turn"
+            )
     defaults = Config.model_construct(data=DataConfig.model_construct())
     for key, reason in sorted(reasons.items()):
         value = _value(config, key)

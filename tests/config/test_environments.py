@@ -133,6 +133,10 @@ def test_settings_of_an_environment_without_one_are_refused():
     refuse_without_effect(run_of(f"{FUNCTION} environment.max_turns=3"), {})
     with pytest.raises(ConfigError, match=r"environment.function=.*sft has no rollouts"):
         refuse_without_effect(run_of(f"{FUNCTION} objective.name=sft"), {})
+    source = FUNCTION + ' data.train=[{"path":"a.jsonl","environment":{%s}}]'
+    with pytest.raises(ConfigError, match=r"0\.environment has max_turns and no function, so the"):
+        refuse_without_effect(run_of(source % '"max_turns":3'), {})
+    refuse_without_effect(run_of(source % ""), {})
     cold = run_of(f"{FUNCTION} cold_start.steps=1 cold_start.lr=1")
     refuse_without_effect(cold_start_config(cold), {})
 
