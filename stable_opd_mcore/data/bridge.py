@@ -10,6 +10,7 @@ result extends what the student has read and sampled.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ class Bridge:
         """An assistant's text, then its tool calls as the chat template writes them.
 
         Raises:
-            DataError: the template does not write tool calls after a text.
+            DataError: the template does not write tool calls after a text, or their arguments as
+                Python does.
         """
         text, calls = turn["content"] or "", turn.get("tool_calls")
         if not calls:
@@ -105,6 +107,13 @@ class Bridge:
                 f"{self._tokenizer.path}: its chat template does not write tool calls after a "
                 "text; write them into the content of the message"
             )
+        for given in (call["function"]["arguments"] for call in calls):
+            if str(given) in written and str(given) != json.dumps(given, ensure_ascii=False):
+                raise DataError(
+                    f"{self._tokenizer.path}: its chat template writes the arguments of a tool "
+                    f"call as Python does, {given!s:.60}; expected JSON: let the template use "
+                    "tojson, or write the calls into the content of the message"
+                )
         written = written.removesuffix(end)
         return text + written if text else written.lstrip("\n")
 

@@ -281,6 +281,21 @@ def test_tool_calls_that_a_template_drops_are_refused():
         Bridge(real_tokenizer(R1)).said(turn)
 
 
+@pytest.mark.parametrize("has_filter", [True, False])
+def test_tool_calls_that_a_template_writes_as_python_are_refused(tmp_path, has_filter):
+    written = "c.function.arguments" + " | tojson" * has_filter
+    calls = "{% for c in message.tool_calls or [] %}{{ " + written + " }}{% endfor %}"
+    template = TEMPLATE.replace("<|im_end|>", f"{calls}<|im_end|>")
+    bridge = Bridge(Tokenizer.load(write_model(tmp_path, template=template)))
+    call = {"function": {"name": "add", "arguments": {"a": "x", "b": True}}}
+    turn = {"role": "assistant", "content": "I add. ", "tool_calls": [call]}
+    if has_filter:
+        assert bridge.said(turn) == 'I add. {"a": "x", "b": true}'
+        return
+    with pytest.raises(DataError, match=r"as Python does, \{'a': 'x', 'b': True\}; expected JSON"):
+        bridge.said(turn)
+
+
 @pytest.mark.parametrize("name", [MATH, QWEN25, QWEN3, THINKING, R1])
 def test_long_observations_lose_their_middle(name):
     tokenizer, generator = real_tokenizer(name), random.Random(name)
