@@ -125,9 +125,10 @@ def grade_files(paths: Sequence[Path], output: Path, settings: FileGradingSettin
 def _require_file(path: Path, verdicts: Path) -> None:
     if path.resolve() == verdicts.resolve():
         raise DataError(f"{path} would be replaced by its own verdicts; give another --output")
-    if path != STANDARD_INPUT and not path.is_file():
-        found = "a directory" if path.is_dir() else "no such file"
-        raise DataError(f"{path}: {found}; give a file of JSON Lines, or - for standard input")
+    if path == STANDARD_INPUT or (path.is_file() and path.stat().st_size):
+        return
+    found = "a directory" if path.is_dir() else "empty" if path.exists() else "no such file"
+    raise DataError(f"{path}: {found}; give a file of JSON Lines, or - for standard input")
 
 
 def _columns_and_lines(

@@ -168,6 +168,9 @@ def test_what_cannot_be_scored_is_refused(tmp_path):
     with pytest.raises(DataError, match="replaced by its own verdicts; give another --output"):
         grade_file(own, tmp_path, FileGradingSettings())
     twice = [own, tmp_path / ".." / tmp_path.name / own.name]
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DataError, match=r"empty\.jsonl: empty; give a file of JSON Lines"):
+        grade_files([own, tmp_path / "empty.jsonl"], tmp_path / "out", FileGradingSettings())
     with pytest.raises(DataError, match="is given twice, and its rows would count twice"):
         grade_files(twice, tmp_path / "out", FileGradingSettings())
 
