@@ -57,6 +57,7 @@ def parse_messages(
     for number, message in enumerate(cast("list[object]", value)):
         before = turns[-1]["role"] if turns else None
         turns.append(_turn(message, f"{where}, message {number}", text, before))
+    _refuse_disorder(turns, where)
     answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     ends_with_answer = len(turns) - 1 in answers
     if golden == "last" or not answers:
@@ -74,6 +75,26 @@ def parse_messages(
                 "columns.golden=all: add it or remove the row"
             )
     return tuple(turns[: answers[0]]), tuple(turns[answers[0] :])
+
+
+def _refuse_disorder(turns: Sequence[Message], where: str) -> None:
+    """Raise a DataError for replies of tools in another order than the calls that they answer: most
+    chat templates write no ids, so a model would take one result for another's."""
+    asked: list[object] = []
+    waiting: list[object] = []
+    for number, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            asked = waiting = [call.get("id") for call in turn.get("tool_calls", ())]
+        reply = turn.get("tool_call_id")
+        if reply is None or reply not in asked:
+            continue
+        if reply not in waiting:
+            raise DataError(
+                f"{where}, message {number}: its call {reply!r:.40} has a reply already, or stands "
+                "before one that has; expected one reply to each call, in the calls' order: sort "
+                "them, or remove the row"
+            )
+        waiting = waiting[waiting.index(reply) + 1 :]
 
 
 def tool_names(value: object) -> tuple[str, ...]:

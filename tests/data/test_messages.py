@@ -26,6 +26,13 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "argume
 TOOL = {"role": "tool", "content": "2", "tool_call_id": "7"}
 
 
+CALLS = {"role": "assistant", "tool_calls": [{**CALL["tool_calls"][0], "id": n} for n in "ab"]}
+
+
+def reply_to(number):
+    return {**TOOL, "tool_call_id": number}
+
+
 def call_of(arguments):
     return {"function": {"name": "add", "arguments": arguments}}
 
@@ -38,6 +45,7 @@ def rows_of(path, *conversations, answer=None, **columns):
 
 
 def test_the_last_assistant_turn_is_the_golden_solution(tmp_path):
+    assert rows_of(tmp_path / "m.jsonl", [ASK, CALLS, *map(reply_to, "ab"), TWO])
     conversations = [SYSTEM, ASK, TWO, MORE, FOUR], [ASK, TWO, MORE], [ASK]
     rows = rows_of(tmp_path / "m.jsonl", *conversations, answer="gold")
     assert [list(row.messages) for row in rows] == [
@@ -98,6 +106,8 @@ def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configu
         ([ASK, {**TWO, "tool_calls": "add"}], "message 1: tool call 'add'; write {function: {na"),
         ([ASK, {**TWO, "tool_calls": [call_of("[1]")]}], "message 1: tool call {'function'"),
         ([ASK, {**TWO, "tool_calls": [call_of("{")]}], "the arguments as an object or its JSON"),
+        ([ASK, CALLS, reply_to("b"), reply_to("a"), TWO], "message 3: its call 'a' has a reply"),
+        ([ASK, CALLS, reply_to("a"), reply_to("a"), TWO], "message 3: its call 'a' has a reply"),
         ([TWO], "no user turn to answer"),
         ([SYSTEM], "no user turn to answer"),
         ([ASK, TWO, FOUR], "no user turn to answer"),
