@@ -30,13 +30,20 @@ def template_variables(template: str) -> frozenset[str]:
 
 
 def refuse_unread(arguments: dict[str, object], template: str | None, path: str) -> None:
-    """Raise a DataError for an argument that the template of the model in `path` never reads."""
+    """Raise a DataError for an argument that the template of the model in `path` never reads, and
+    for the text of a truth value."""
     if not arguments:
         return
     if template is None:
         raise DataError(
             f"{path}: it has no chat template that could read chat_template_kwargs; drop them"
         )
+    for name, value in arguments.items():
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            raise DataError(
+                f"{path}: {name} of chat_template_kwargs is the text {value!r}, which is neither "
+                "true nor false to a chat template; write it without quotes"
+            )
     read = template_variables(template)
     unread = sorted(arguments.keys() - read)
     if unread:

@@ -34,6 +34,8 @@ def test_an_argument_that_is_never_read_is_refused_with_those_that_are():
     refuse_unread({"a": 1}, "{{ a }}", "model")
     with pytest.raises(DataError, match=r"model: .* never reads c of .* it reads a, b"):
         refuse_unread({"a": 1, "c": 2}, "{{ a }}{{ b }}", "model")
+    with pytest.raises(DataError, match=r"a of .* is the text 'False', .* write it without quotes"):
+        refuse_unread({"a": "False"}, "{{ a }}", "model")
     with pytest.raises(DataError, match="no chat template"):
         refuse_unread({"a": 1}, None, "model")
 
