@@ -181,16 +181,11 @@ def evaluate(
     if config is not None:
         _require_path(config, "a config; configs/ holds examples")
     with _importing():
-        from stable_opd_mcore.train.evaluated_model import (
-            evaluation_config,
-            named_benchmarks,
-            refuse_shared_results,
-        )
+        from stable_opd_mcore.train.evaluated_model import evaluation_configs, named_benchmarks
 
     named = named_benchmarks(benchmarks) if benchmarks is not None else []
     overrides = [*named, *(word for word in more or [] if not _is_path(word))]
-    configs = [evaluation_config(each, config, overrides) for each in targets]
-    refuse_shared_results(configs)
+    configs = evaluation_configs(targets, config, overrides)
     from stable_opd_mcore.train.evaluation import evaluate_config
 
     done: list[Path] = []

@@ -113,8 +113,15 @@ def find_model(config: Config) -> EvaluatedModel:
     return max(found, key=lambda each: -1 if each.step is None else each.step)
 
 
-def refuse_shared_results(configs: Sequence[Config]) -> None:
-    """Raise a UserError where two models of no run would have one directory of results."""
+def evaluation_configs(
+    targets: Sequence[Path], settings: Path | None = None, overrides: Sequence[str] = ()
+) -> list[Config]:
+    """The `evaluation_config` of each target.
+
+    Raises:
+        UserError: as `evaluation_config`, or two models would have one directory of results.
+    """
+    configs = [evaluation_config(target, settings, overrides) for target in targets]
     owners: dict[Path, str] = {}
     for config in configs:
         model = config.evaluation.model
@@ -127,6 +134,7 @@ def refuse_shared_results(configs: Sequence[Config]) -> None:
                 f"{owner} and {model}: the results of both would be in {place}; evaluate one of "
                 "them in a command of its own with run.name=NAME, or rename one directory"
             )
+    return configs
 
 
 def evaluated_config(config: Config, model: EvaluatedModel) -> Config:

@@ -11,10 +11,10 @@ from stable_opd_mcore.train.evaluated_model import (
     EvaluatedModel,
     evaluated_config,
     evaluation_config,
+    evaluation_configs,
     find_model,
     mark_trained,
     named_benchmarks,
-    refuse_shared_results,
 )
 from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_architecture, tiny_config
@@ -83,9 +83,9 @@ def test_two_models_of_one_name_are_refused_before_the_first_is_evaluated(tmp_pa
         (tmp_path / name / "config.json").write_text("{}")
     first, second = tmp_path / "a/model", tmp_path / "b/model"
     for allowed in ([first, first, tmp_path / "c"], [first, run, run / "model"]):
-        refuse_shared_results([evaluation_config(each) for each in allowed])
+        evaluation_configs(allowed)
     with pytest.raises(UserError, match=r"a/model and .*b/model: the results of both would be in"):
-        refuse_shared_results([evaluation_config(each) for each in (first, second)])
+        evaluation_configs([first, second])
 
 
 def rendering(directory, name, **template_kwargs):
