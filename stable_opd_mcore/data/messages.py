@@ -57,7 +57,7 @@ def parse_messages(
     for number, message in enumerate(cast("list[object]", value)):
         before = turns[-1]["role"] if turns else None
         turns.append(_turn(message, f"{where}, message {number}", text, before))
-    _refuse_disorder(turns, where)
+    _refuse_unordered_replies(turns, where)
     answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     ends_with_answer = len(turns) - 1 in answers
     if golden == "last" or not answers:
@@ -77,7 +77,7 @@ def parse_messages(
     return tuple(turns[: answers[0]]), tuple(turns[answers[0] :])
 
 
-def _refuse_disorder(turns: Sequence[Message], where: str) -> None:
+def _refuse_unordered_replies(turns: Sequence[Message], where: str) -> None:
     """Raise a DataError for replies of tools in another order than the calls that they answer: most
     chat templates write no ids, so a model would take one result for another's."""
     asked: list[object] = []

@@ -50,7 +50,7 @@ def max_open_files() -> int:
     return number
 
 
-def _or_end(work: Callable[..., object], *arguments: Any) -> None:
+def _or_end_process(work: Callable[..., object], *arguments: Any) -> None:
     """Do it; an error ends this process, which the parent notices. It would wait for ever for the
     answer to a request that is lost."""
     try:
@@ -78,7 +78,7 @@ class Worker:
         """Serve the parent until it has ended."""
         loop = asyncio.get_running_loop()
         for work, arguments in ((self._receive, (loop,)), (self._send, ())):
-            threading.Thread(target=_or_end, args=(work, *arguments), daemon=True).start()
+            threading.Thread(target=_or_end_process, args=(work, *arguments), daemon=True).start()
         self._answers.put((None, None))  # ready
         while os.getppid() == parent:  # a fork of the parent may hold its end of the channel
             await asyncio.sleep(_WATCH_SECONDS)
@@ -92,7 +92,7 @@ class Worker:
                 kind, *arguments = receive_message(self._channel)
             except (EOFError, OSError):
                 os._exit(0)  # the parent has ended
-            loop.call_soon_threadsafe(_or_end, getattr(self, kind), *arguments)
+            loop.call_soon_threadsafe(_or_end_process, getattr(self, kind), *arguments)
 
     def _send(self) -> None:
         while True:
@@ -117,7 +117,7 @@ class Worker:
         work = self._fulfil(server, request, timeout_seconds, delay_seconds)
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[number] = client, task
-        task.add_done_callback(partial(_or_end, self._answer, number, server.url))
+        task.add_done_callback(partial(_or_end_process, self._answer, number, server.url))
         if client in self._closed:
             task.cancel()
 
