@@ -58,16 +58,15 @@ def is_right(response: str, gold: str) -> bool:
         return same_letters(answer, gold)
     if answer and is_changed(answer, gold):
         return False
-    return (
-        _agree(given or _parsed(response), _parsed_gold(gold))
-        or any(
-            _is_answer(part, gold_part)
-            for part, gold_part in chain(
-                of_a_choice(answer or "", gold), other_readings(answer or "", gold)
-            )
-        )
-        or all(_is_answer(part, gold) for part in alternatives(answer or "") or [""])
-    )
+    if _agree(given or _parsed(response), _parsed_gold(gold)):
+        return True
+    if not answer:
+        return False
+    readings = chain(of_a_choice(answer, gold), other_readings(answer, gold))
+    if any(_is_answer(part, gold_part) for part, gold_part in readings):
+        return True
+    parts = alternatives(answer)
+    return bool(parts) and all(_is_answer(part, gold) for part in parts)
 
 
 def _is_answer(answer: str, gold: str) -> bool:
