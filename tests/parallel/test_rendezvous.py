@@ -4,6 +4,7 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -129,10 +130,15 @@ def test_an_absent_rank_0_is_logged_and_then_named(launched, caplog) -> None:
 
 
 def test_ranks_with_other_settings_than_rank_0_end_all_ranks_in_the_same_words(launched) -> None:
-    ranks = [start_process(_start_otherwise, rank, _port()) for rank in range(3)]
+    assert _exit_codes(_start_otherwise) == [0, 0, 0]
+
+
+def _exit_codes(start: Callable[[int, int], None]) -> list[int | None]:
+    """The exit codes of three ranks that call `start(rank, port)`."""
+    ranks = [start_process(start, rank, _port()) for rank in range(3)]
     for process in ranks:
         process.join(timeout=60)
-    assert [process.exitcode for process in ranks] == [0, 0, 0]
+    return [process.exitcode for process in ranks]
 
 
 def _start_otherwise(rank: int, port: int) -> None:
@@ -146,10 +152,7 @@ def _start_otherwise(rank: int, port: int) -> None:
 
 
 def test_a_rank_that_dies_is_named_as_the_cause(launched) -> None:
-    ranks = [start_process(_lose_rank_1, rank, _port()) for rank in range(3)]
-    for process in ranks:
-        process.join(timeout=60)
-    assert [process.exitcode for process in ranks] == [0, 9, 0]
+    assert _exit_codes(_lose_rank_1) == [0, 9, 0]
 
 
 def _lose_rank_1(rank: int, port: int) -> None:
@@ -164,10 +167,7 @@ def _lose_rank_1(rank: int, port: int) -> None:
 
 
 def test_ranks_that_come_late_meet(launched) -> None:
-    ranks = [start_process(_start, rank, _port()) for rank in range(3)]
-    for process in ranks:
-        process.join(timeout=60)
-    assert [process.exitcode for process in ranks] == [0, 0, 0]
+    assert _exit_codes(_start) == [0, 0, 0]
 
 
 def _of_rank(rank: int, port: int) -> None:
