@@ -69,7 +69,8 @@ def convert(
             "a run with student.path"
         )
     weights = Path(under["path"])
-    holder = tokenizer or (source if has_tokenizer(source) else weights)
+    own = source if has_tokenizer(source) else weights
+    holder = tokenizer or own
     if not has_tokenizer(holder):
         raise UserError(
             f"{holder}: no tokenizer.json in it, so the converted model would have no tokenizer; "
@@ -78,7 +79,7 @@ def convert(
     architecture = read_architecture(
         weights, window=under.get("window"), rope_theta=under.get("rope_theta")
     )
-    _refuse_other_ids(tokenizer, source if has_tokenizer(source) else weights, architecture)
+    _refuse_other_ids(tokenizer, own, architecture)
     precision, rounded = _precision(model, weights, architecture)
     if is_megatron(weights):
         require_base(holder, architecture)
@@ -106,15 +107,15 @@ def convert(
 
 
 def _refuse_other_ids(tokenizer: Path | None, own: Path, architecture: Architecture) -> None:
-    """Raise a UserError where the ids of a given tokenizer are not those of the model, whose
-    directory `own` may have a tokenizer."""
+    """Raise a UserError if the given tokenizer has other ids than the model. `own` is the model's
+    directory, which may have a tokenizer."""
     if tokenizer is None:
         return
     vocabulary = read_vocabulary(str(tokenizer))
     refuse_small_vocabulary(str(own), architecture, max(vocabulary.names_by_id) + 1, "--tokenizer")
     if not has_tokenizer(own):
         return
-    with suppress(DataError):  # --tokenizer is the remedy for one that cannot be loaded
+    with suppress(DataError):  # a broken tokenizer of the model is what --tokenizer replaces
         same_vocabulary(vocabulary, read_vocabulary(str(own)), "give the model's own --tokenizer")
 
 
