@@ -129,7 +129,7 @@ class RunInputs:
 
     @once
     def reference_architecture(self) -> Architecture | None:
-        """By the config.json in reference.path; None without one, or where nothing reads it."""
+        """From the config.json in reference.path; None without that file, or without a KL."""
         path, student = self.config.reference.path, self.config.student
         if (
             not self.config.largest_beta

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _THINK, _THINK_END = "<think>", "</think>"
 _PROMPT_MARK, _MARK = "user-turn-mark", "assistant-turn-mark"
 _TURNS = [{"role": "user", "content": _PROMPT_MARK}, {"role": "assistant", "content": _MARK}]
-_PLAIN = ": 'a' < \"b\" & \\frac{é}\n\n{{c}}."  # what filters such as escape and tojson change
+_PLAIN = ": 'a' < \"b\" & \\frac{é}\n\n{{c}}."  # filters such as escape and tojson change it
 _GENERATION = "generation_config.json"
 
 

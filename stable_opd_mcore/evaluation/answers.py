@@ -258,7 +258,7 @@ def other_readings(answer: str, gold: str) -> Iterator[tuple[str, str]]:
 
 def _without_units(answer: str, gold: str) -> Iterator[tuple[str, str]]:
     given, expected = _UNITS.fullmatch(answer), _UNITS.fullmatch(gold)
-    if expected and not given and "/" in gold[expected.end(1) :]:  # m alone may be a variable
+    if expected and not given and "/" in gold[expected.end(1) :]:  # a plain m may be a variable
         yield answer, expected[1]
     if re.search(r"(?<![\\A-Za-z])[A-Za-z]", _TEXT.sub("", gold)):  # the unit may be a variable
         return

@@ -1,4 +1,4 @@
-"""Answers in Unicode's signs, in decoration and in packages' commands, rewritten in plain LaTeX.
+"""Rewrites answers in plain LaTeX: Unicode signs, decoration, and commands of LaTeX packages.
 
 Only for answers and golds: in prose a dash or a superscript may mean anything. What math-verify
 misreads in LaTeX is in answers.py. Standard library only, for grading processes.
@@ -26,7 +26,7 @@ _DECORATION = re.compile(
     r" ?\{([^{}]*)\}|\\color ?\{\w+\}|\\hspace ?\{[^{}]*\}"
     r"|(?:\\(?:(?:black)?square|Box|qed)(?![A-Za-z])|\\\\)\s*\Z"
 )
-_COMMANDS = [  # what math-verify does not know, and what it knows
+_COMMANDS = [  # a form that math-verify cannot read, and one that it can
     (re.compile(pattern), latex)
     for pattern, latex in (
         (r"(?<!\\)~", r"\\ "),

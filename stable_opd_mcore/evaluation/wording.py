@@ -74,8 +74,8 @@ def is_changed(answer: str, gold: str) -> bool:
 
 
 def _other_capitals(answer: str, gold: str) -> bool:
-    """Whether a symbol of the gold is only in the answer's other case. A letter alone may be that
-    of a choice or a function: c for C, X for x."""
+    """Whether the answer writes a symbol of the gold only in the other case: Gm for GM. A gold of
+    one letter may be a choice or a function, so c is accepted for C."""
     if len(re.sub(r"\W", "", without_text(gold))) < 2:
         return False
     letters, gold_letters = _symbols(answer), _symbols(gold)

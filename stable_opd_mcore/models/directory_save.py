@@ -165,7 +165,7 @@ def _write_buckets(
                 process.start()
             writers.append((process, receiver))
         results.put({number: _result_of(*writer) for number, writer in enumerate(writers)})
-    except Exception as error:  # Megatron raises it on all ranks
+    except Exception as error:  # Megatron takes it from the queue and raises it on all ranks
         results.put(error)
     finally:
         for process, receiver in writers:

@@ -30,7 +30,7 @@ _DTYPES = ("F32", BF16, "F16", "F64")  # safetensors' names
 
 
 def weight_files(directory: Path) -> set[str]:
-    """The names of the files in a directory that hold weights in some program's form."""
+    """The names of the weight files in a directory, in any program's format."""
     return {path.name for path in directory.iterdir() if path.suffix in _WEIGHTS}
 
 

@@ -17,8 +17,12 @@ from stable_opd_mcore.errors import UserError
 
 
 def read_api_key(path: str | Path | None) -> str | None:
-    """The key in `path`, None without a path. Raises UserError if no key is there, or others may
-    read it; the message does not show what is there."""
+    """The key in the file `path`; None without a path.
+
+    Raises:
+        UserError: the file has no key, or other users may read it. The message does not show the
+            file's text.
+    """
     if path is None:
         return None
     remedy = "give the file that `stable-opd serve` was given, or write the servers' key into it"

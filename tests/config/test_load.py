@@ -97,7 +97,7 @@ def test_overrides_of_different_settings_and_equal_ones_are_not_logged(caplog):
 
 
 def test_no_value_is_ignored(tmp_path):
-    """OmegaConf alone lets an empty section and ??? change nothing."""
+    """In OmegaConf an empty section and ??? change nothing."""
     assert load_config(SMOKE, ["data.train.options={}"]).data.sources[0].options == {}
     (tmp_path / "own.yaml").write_text(f"base: {SMOKE}\ndata: {{train: {{options: {{}}}}}}\n")
     assert load_config(tmp_path / "own.yaml").data.sources[0].options == {}

@@ -121,7 +121,7 @@ def test_no_request_waits_for_ever_if_the_process_ends_or_fails_as(moment, monke
     http, body = HttpProcess(), None
     monkeypatch.setattr("stable_opd_mcore.serving.http_process.receive_message", received)
     if moment == "it gets the tokenizer":
-        http.use_tokenizer("x" * 2**20)  # more than a channel holds
+        http.use_tokenizer("x" * 2**20)  # more than fits into the pipe
     elif moment == "it gets a request":
         body = {"a": Unreadable()}
     reply = http.submit(0, Server("http://127.0.0.1:9", None), Call("POST", "/a", body), 1.0)
