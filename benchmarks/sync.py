@@ -50,7 +50,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as multiprocessing  # noqa: E402
 
 from stable_opd_mcore.config.schema import ParallelConfig  # noqa: E402
-from stable_opd_mcore.models.families import read_architecture  # noqa: E402
+from stable_opd_mcore.models.description.architecture import read_architecture  # noqa: E402
 from stable_opd_mcore.models.gpt import build_model  # noqa: E402
 from stable_opd_mcore.parallel.world import start_world, stop_world  # noqa: E402
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport  # noqa: E402

@@ -94,7 +94,7 @@ def train(
     settings = load_config(config, overrides or [])
     with _importing():
         from stable_opd_mcore.host.atomic_files import naming_disk_errors
-        from stable_opd_mcore.run_inputs import with_downloads
+        from stable_opd_mcore.inputs.loading import with_downloads
         from stable_opd_mcore.train.loop import train as run_training
 
     settings = with_downloads(settings)
@@ -124,8 +124,8 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Report what does not fit together in a pair, config or run directory; code 1: errors."""
-    from stable_opd_mcore.checks.checklist import check_file, check_pair
-    from stable_opd_mcore.planning.hardware import Cluster, device_named
+    from stable_opd_mcore.commands.check.checklist import check_file, check_pair
+    from stable_opd_mcore.placement.hardware import Cluster, device_named
 
     if config is not None and student is None and teacher is None:
         if gpu not in (None, "cpu"):
@@ -181,12 +181,15 @@ def evaluate(
     if config is not None:
         _require_path(config, "a config; configs/ holds examples")
     with _importing():
-        from stable_opd_mcore.train.evaluated_model import evaluation_configs, named_benchmarks
+        from stable_opd_mcore.commands.evaluate.evaluated_model import (
+            evaluation_configs,
+            named_benchmarks,
+        )
 
     named = named_benchmarks(benchmarks) if benchmarks is not None else []
     overrides = [*named, *(word for word in more or [] if not _is_path(word))]
     configs = evaluation_configs(targets, config, overrides)
-    from stable_opd_mcore.train.evaluation import evaluate_config
+    from stable_opd_mcore.commands.evaluate.evaluate import evaluate_config
 
     done: list[Path] = []
     with interruptible("the same command continues after the last stored part"):
@@ -211,8 +214,8 @@ def serve(
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])
-    from stable_opd_mcore.rollout.sglang.serve import serve as run_servers
-    from stable_opd_mcore.run_inputs import with_downloads
+    from stable_opd_mcore.commands.serve import serve as run_servers
+    from stable_opd_mcore.inputs.loading import with_downloads
 
     run_servers(with_downloads(settings), teacher=teacher, say=typer.echo)
 
@@ -252,7 +255,7 @@ def convert(
         directory, commit = download(source, "model", MODEL_FILES, revision)
         typer.echo(f"downloaded commit {commit}")
     with _importing():
-        from stable_opd_mcore.train.convert import convert as run_conversion
+        from stable_opd_mcore.commands.convert import convert as run_conversion
 
     typer.echo(f"{run_conversion(directory, target, tensor, pipeline, tokenizer)}: {target}")
 
@@ -283,14 +286,14 @@ def plan(
     from stable_opd_mcore.config.load import load_config
 
     settings = load_config(config, overrides or [])
-    from stable_opd_mcore.planning.plan import (
+    from stable_opd_mcore.commands.plan.plan import (
         Cluster,
         layouts_json,
         layouts_table,
         make_plan,
         rank_layouts,
     )
-    from stable_opd_mcore.planning.planned_run import default_work
+    from stable_opd_mcore.commands.plan.planned_run import default_work
 
     if teacher_prompt_tokens and (settings.teacher is None or settings.teacher.prompt is None):
         raise UserError(
@@ -328,8 +331,8 @@ def topology(
     if as_json and as_shell:
         raise UserError("--json and --shell are two forms of the output: leave one out")
     settings = load_config(config, overrides or [])
-    from stable_opd_mcore.planning.hardware import Cluster
-    from stable_opd_mcore.planning.planned_run import plan_topology
+    from stable_opd_mcore.commands.plan.planned_run import plan_topology
+    from stable_opd_mcore.placement.hardware import Cluster
 
     derived = plan_topology(settings, Cluster(nodes, gpus_per_node, server_nodes), gpu)
     if as_json or as_shell:
@@ -364,8 +367,8 @@ def rehearse(
     paths = [Path(argument) for argument in configs if _is_path(argument)]
     settings = [load_config(path, overrides) for path in paths]
     with _importing():
-        from stable_opd_mcore.planning.hardware import Cluster
-        from stable_opd_mcore.rehearsal.worlds import rehearse_worlds
+        from stable_opd_mcore.commands.rehearse.worlds import rehearse_worlds
+        from stable_opd_mcore.placement.hardware import Cluster
 
     clusters = [Cluster(n, gpus_per_node, server_nodes) for n in nodes or (1, 2, 16, 128)]
     if not rehearse_worlds(settings, clusters, gpu, typer.echo, layers):
@@ -379,7 +382,7 @@ def demo(
     agents: Annotated[bool, typer.Option("--agents", help="With an environment, too.")] = False,
 ) -> None:
     """Watch plain on-policy distillation collapse and Stable-OPD hold, on this machine's CPU."""
-    from stable_opd_mcore.demo.runner import run_demo
+    from stable_opd_mcore.commands.demo.runner import run_demo
 
     run_demo(directory, seeds, agents)
 

@@ -53,13 +53,13 @@ def score(
     ] = None,
 ) -> None:
     """Grade and measure the responses of files: accuracy, truncation, repetition, lengths."""
-    from stable_opd_mcore.evaluation.grading_files import (
+    from stable_opd_mcore.commands.score.grading_files import (
         FileGradingSettings,
         default_output,
         grade_files,
     )
-    from stable_opd_mcore.evaluation.grading_rows import Columns
-    from stable_opd_mcore.evaluation.grading_summary import table
+    from stable_opd_mcore.commands.score.grading_rows import Columns
+    from stable_opd_mcore.commands.score.grading_summary import table
 
     columns = Columns(response, gold, row_id, finish, tokens, group)
     settings = FileGradingSettings(columns, tokenizer, limit, tail, ratio, timeout, workers)
@@ -103,8 +103,8 @@ def prepare(
     processes: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Make training sets without benchmark problems, as files for nodes without internet."""
-    from stable_opd_mcore.preparation.options import preparation_of
-    from stable_opd_mcore.preparation.prepare import prepare_data
+    from stable_opd_mcore.commands.prepare.options import preparation_of
+    from stable_opd_mcore.commands.prepare.prepare import prepare_data
 
     if processes is not None:
         typer.echo("--processes has no effect any more: all cores tokenize; leave it out")
@@ -132,7 +132,7 @@ def report(
     output: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
 ) -> None:
     """Write one self-contained HTML page with the curves of one run or several."""
-    from stable_opd_mcore.monitoring.report import write_report
+    from stable_opd_mcore.commands.report.report import write_report
 
     write_report(runs, output)
     typer.echo(f"wrote {output}")
@@ -148,6 +148,6 @@ def watch(
     ] = 8642,
 ) -> None:
     """Show runs in a browser while they train: figures, events and rollouts to read."""
-    from stable_opd_mcore.monitoring.watch import watch as watch_runs
+    from stable_opd_mcore.commands.report.watch import watch as watch_runs
 
     watch_runs(runs, port, typer.echo)

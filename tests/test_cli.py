@@ -100,7 +100,7 @@ def test_evaluate_takes_an_existing_path_with_an_equals_sign_as_a_target(tmp_pat
         calls.append((config.run.path, config.evaluation.temperature, list(others)))
         return config.evaluation_path / "model"
 
-    monkeypatch.setattr("stable_opd_mcore.train.evaluation.evaluate_config", evaluate)
+    monkeypatch.setattr("stable_opd_mcore.commands.evaluate.evaluate.evaluate_config", evaluate)
     for run in runs:
         run.mkdir(parents=True)
         save_config(tiny_config(run.parent, run.name), run / "config.resolved.yaml")

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from stable_opd_mcore.config.data import DataConfig, RewardConfig, TrainSource
-from stable_opd_mcore.config.environments import EnvironmentConfig
+from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.config.evaluation_settings import EvaluationConfig, MonitoringConfig
 from stable_opd_mcore.config.guard_settings import GuardConfig
 from stable_opd_mcore.config.lora_rules import lora_refusal
@@ -23,7 +23,7 @@ from stable_opd_mcore.config.models import (
     TeacherConfig,
     TokenizerConfig,
 )
-from stable_opd_mcore.config.objectives import KLConfig, MixtureConfig, ObjectiveConfig
+from stable_opd_mcore.config.objective_settings import KLConfig, MixtureConfig, ObjectiveConfig
 from stable_opd_mcore.config.rollouts import RolloutConfig, SamplingConfig
 from stable_opd_mcore.config.section import Section
 from stable_opd_mcore.config.training import (

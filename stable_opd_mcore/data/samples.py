@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from stable_opd_mcore.config.objectives import TokenMasksConfig
+from stable_opd_mcore.config.objective_settings import TokenMasksConfig
 from stable_opd_mcore.data.repetition import min_loop_tokens, tail_loop
 from stable_opd_mcore.records import Prompt, Rollout, Sample, Turn
 

@@ -28,9 +28,9 @@ from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import tensors
-from stable_opd_mcore.models.factors import Factors, Which, add_to_output, factors_of
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.hidden_states import FactorList, unwrap
+from stable_opd_mcore.models.layers.factors import Factors, Which, add_to_output, factors_of
 from stable_opd_mcore.models.weights import (
     Exchange,
     architecture_of,

@@ -25,11 +25,11 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from stable_opd_mcore.models.attention import RMSNorm, TorchSelfAttention, ZeroCentredRMSNorm
-from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
-from stable_opd_mcore.models.linear import TorchColumnLinear, TorchRowLinear
-from stable_opd_mcore.models.sinks import Sinks
+from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.models.layers.attention import RMSNorm, TorchSelfAttention, ZeroCentredRMSNorm
+from stable_opd_mcore.models.layers.attention_sinks import Sinks
+from stable_opd_mcore.models.layers.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
+from stable_opd_mcore.models.layers.linear import TorchColumnLinear, TorchRowLinear
 
 
 def transformer_engine_is_usable() -> bool:

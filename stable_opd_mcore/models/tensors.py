@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.description.architecture import Architecture
 
 # whole: the same on every rank
 # rows, columns: cut along dimension 0, 1

@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.inputs.loading import environments_of
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
@@ -19,7 +20,6 @@ from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.rollout.replay import replay_engine
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
-from stable_opd_mcore.run_inputs import environments_of
 from stable_opd_mcore.serving.teacher import ServedTeacher
 
 _log = logging.getLogger(__name__)

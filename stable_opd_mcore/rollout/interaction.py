@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from stable_opd_mcore.config.environments import EnvironmentConfig
+from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.data.bridge import Bridge, Observed
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import Message, with_system

@@ -13,26 +13,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.checks.checklist import check_run, refuse_errors
-from stable_opd_mcore.checks.input_hashes import refuse_changed_base
-from stable_opd_mcore.checks.lazy_inputs import RunInputs
-from stable_opd_mcore.checks.output_directory import settings_changes
+from stable_opd_mcore.commands.check.checklist import check_run, refuse_errors
+from stable_opd_mcore.commands.check.output_directory import settings_changes
+from stable_opd_mcore.commands.evaluate.evaluate import evaluate_student
+from stable_opd_mcore.commands.evaluate.evaluated_model import mark_trained
+from stable_opd_mcore.commands.report.report import write_report
 from stable_opd_mcore.config.cold_start import after_cold_start, cold_start_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import DONE, REQUEUE, RunDirectory
-from stable_opd_mcore.models.huggingface import export_hf
-from stable_opd_mcore.models.peft_directory import export_adapter, mark_positions
+from stable_opd_mcore.inputs.hashes import refuse_changed_base
+from stable_opd_mcore.inputs.run_inputs import RunInputs
+from stable_opd_mcore.models.files.huggingface import export_hf
+from stable_opd_mcore.models.files.peft_directory import export_adapter, mark_positions
 from stable_opd_mcore.models.weights import architecture_of
-from stable_opd_mcore.monitoring.report import write_report
-from stable_opd_mcore.monitoring.sinks import Sinks, read_metrics
+from stable_opd_mcore.monitoring.metric_sinks import Sinks, read_metrics
 from stable_opd_mcore.parallel.rendezvous import naming_lost_ranks
 from stable_opd_mcore.parallel.world import World, stop_world
 from stable_opd_mcore.rollout.engine import EngineLost
 from stable_opd_mcore.serving.teacher import TeacherLost
 from stable_opd_mcore.train import phases
-from stable_opd_mcore.train.evaluated_model import mark_trained
-from stable_opd_mcore.train.evaluation import evaluate_student
 from stable_opd_mcore.train.loss_weights import loss_weights_of
 from stable_opd_mcore.train.oversight.measures import (
     is_collapsed,

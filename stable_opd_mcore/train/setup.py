@@ -5,28 +5,28 @@ from typing import Any
 
 import torch
 
-from stable_opd_mcore.checks.lazy_inputs import Place, RunInputs
+from stable_opd_mcore.commands.plan.known_models import models_in_trainer
 from stable_opd_mcore.config.changes import by_dotted_key
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.evaluation.grading import Grader, Rewards
-from stable_opd_mcore.models.gated_delta_net import delta_net_engine
-from stable_opd_mcore.models.spec import fp8_engine
-from stable_opd_mcore.parallel.determinism import make_deterministic
-from stable_opd_mcore.parallel.world import World, ranks_on_this_machine, start_world
-from stable_opd_mcore.planning.hardware import DEVICES, Cluster
-from stable_opd_mcore.planning.known_models import models_in_trainer
-from stable_opd_mcore.rollout.build_engine import build_engine, embedded_engine, training_sampling
-from stable_opd_mcore.rollout.engine import RolloutEngine
-from stable_opd_mcore.rollout.sglang.group import prepare_nccl
-from stable_opd_mcore.run_inputs import (
+from stable_opd_mcore.inputs.loading import (
     configured_architecture,
     episode_template,
     prompt_order,
     refuse_long_support,
     refuse_routing_without_experts,
 )
+from stable_opd_mcore.inputs.run_inputs import Place, RunInputs
+from stable_opd_mcore.models.layers.gated_delta_net import delta_net_engine
+from stable_opd_mcore.models.spec import fp8_engine
+from stable_opd_mcore.parallel.determinism import make_deterministic
+from stable_opd_mcore.parallel.world import World, ranks_on_this_machine, start_world
+from stable_opd_mcore.placement.hardware import DEVICES, Cluster
+from stable_opd_mcore.rollout.build_engine import build_engine, embedded_engine, training_sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine
+from stable_opd_mcore.rollout.sglang.group import prepare_nccl
 from stable_opd_mcore.train.phases import device_memory
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.run_models import RunModels
@@ -51,7 +51,7 @@ def common_settings(config: Config) -> dict[str, Any]:
 
 
 def place_of(world: World) -> Place:
-    """This job's GPUs, by their short name where planning/hardware.py has it."""
+    """This job's GPUs, by their short name where placement/hardware.py has it."""
     ranks_per_node = ranks_on_this_machine()
     nodes = world.world_size // ranks_per_node
     if world.device.type == "cpu":

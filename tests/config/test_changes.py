@@ -3,11 +3,11 @@
 import pytest
 import yaml
 
+from stable_opd_mcore.commands.report.chosen_runs import read_settings as run_settings
 from stable_opd_mcore.config.changes import FREE, changes, read_settings
 from stable_opd_mcore.config.load import load_config, save_config
 from stable_opd_mcore.config.schema import Config, Section
 from stable_opd_mcore.errors import ConfigError
-from stable_opd_mcore.monitoring.chosen_runs import read_settings as run_settings
 from tests.config.test_load import CONFIGS, SMOKE
 
 

@@ -9,7 +9,7 @@ import pytest
 from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import DataError
-from tests.checks.directories import TEMPLATE, write_model
+from tests.commands.check.directories import TEMPLATE, write_model
 from tests.data.real_tokenizers import MATH, QWEN3, QWEN25, R1, THINKING, real_tokenizer
 
 QWEN_USER = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"

@@ -7,7 +7,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from stable_opd_mcore.data.chat import Tokenizer, opens_thinking, stop_sources
 from stable_opd_mcore.errors import DataError
-from tests.checks.directories import TEMPLATE, write_model
+from tests.commands.check.directories import TEMPLATE, write_model
 from tests.real_data import real_data
 
 QWEN, R1 = "tokenizers/Qwen2.5-Math-1.5B", "tokenizers/DeepSeek-R1-Distill-Qwen"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stable_opd_mcore.config.objectives import TokenMasksConfig
+from stable_opd_mcore.config.objective_settings import TokenMasksConfig
 from stable_opd_mcore.data.samples import (
     golden_samples,
     mark_off_policy,

@@ -7,7 +7,7 @@ import pytest
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.template_variables import refuse_unread, template_variables
 from stable_opd_mcore.errors import DataError
-from tests.checks.directories import TEMPLATE, write_model
+from tests.commands.check.directories import TEMPLATE, write_model
 from tests.real_data import real_data
 
 

@@ -17,9 +17,9 @@ from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.data.samples import rollout_samples
-from stable_opd_mcore.models.factors import factors_of
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.layers.factors import factors_of
 from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, gather_objects, start_world, stop_world

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from stable_opd_mcore.config.load import load_config
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine

@@ -13,9 +13,9 @@ import pytest
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Mean, Metrics
-from stable_opd_mcore.monitoring.sinks import Sinks
+from stable_opd_mcore.monitoring.metric_sinks import Sinks
 from stable_opd_mcore.monitoring.trackers import MlflowSink, WandbSink
-from tests.monitoring.make_run import config
+from tests.commands.report.make_run import config
 
 HAS_WANDB = importlib.util.find_spec("wandb") is not None
 HAS_MLFLOW = all(importlib.util.find_spec(name) for name in ("mlflow", "sqlalchemy", "alembic"))

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from stable_opd_mcore.config.environments import EnvironmentConfig
+from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stable_opd_mcore.config.environments import EnvironmentConfig
+from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.samples import golden_samples, rollout_samples

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.models.files.huggingface import load_hf
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine

@@ -30,7 +30,7 @@ import torch.distributed.distributed_c10d as c10d
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.rollout.sglang.checksums import ExpectedChecksums
 from tests.parallel.launch import preloaded_context
 from tests.serving.http_server import Request, http_server

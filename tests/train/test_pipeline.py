@@ -9,8 +9,8 @@ import pytest
 
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.host.run_directory import RunDirectory
+from stable_opd_mcore.monitoring.metric_sinks import read_metrics
 from stable_opd_mcore.monitoring.names import NAMES
-from stable_opd_mcore.monitoring.sinks import read_metrics
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.samples import overlap
 from tests.command import exit_code

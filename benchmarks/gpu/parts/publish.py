@@ -20,7 +20,7 @@ from benchmarks.gpu.measured_step import fast_random_weights
 from benchmarks.gpu.part import Options
 from benchmarks.gpu.record import Record
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport

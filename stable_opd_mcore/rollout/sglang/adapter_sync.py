@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from stable_opd_mcore.models.files.peft_directory import adapter_config, tensor_name
 from stable_opd_mcore.models.lora import base_only, form_of, iter_factors
-from stable_opd_mcore.models.peft_directory import adapter_config, tensor_name
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, broadcast_object
 from stable_opd_mcore.records import Prompt, Rollout, Sampling

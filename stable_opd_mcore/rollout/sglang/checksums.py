@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.models.expert_stacks import EXPERT
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.models.files.expert_stacks import EXPERT
 
 Checksums = dict[str, str]  # of one tensor rank: by SGLang's name of a parameter
 _FUSED = {  # part of our name -> (part of SGLang's name, the fused parts in order)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.records import Rollout, SequenceScores
 from stable_opd_mcore.rollout.episodes import Episode, Observation
 from stable_opd_mcore.rollout.sglang.fleet import Member

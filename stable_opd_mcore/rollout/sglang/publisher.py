@@ -17,7 +17,7 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, gather_objects
-from stable_opd_mcore.planning.topology import (
+from stable_opd_mcore.placement.topology import (
     WEIGHT_BUCKET_BYTES,
     sends_adapter,
     server_dtype,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from stable_opd_mcore.models.expert_stacks import file_shapes, place
+from stable_opd_mcore.models.files.expert_stacks import file_shapes, place
 from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.rollout.sglang.checksums import (
     Checksums,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from stable_opd_mcore.config.guard_settings import MOST_STEPS_BETWEEN_SAVES
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.monitoring.sinks import GUARD_EVENT, Sinks
+from stable_opd_mcore.monitoring.metric_sinks import GUARD_EVENT, Sinks
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.loss_weights import LossWeights
 from stable_opd_mcore.train.oversight.guard import Action

@@ -32,8 +32,15 @@ from stable_opd_mcore.host.atomic_files import (
 )
 from stable_opd_mcore.host.run_directory import ANY_STEP, checkpoint_name
 from stable_opd_mcore.host.tensor_files import save_tensors
-from stable_opd_mcore.models.directory_save import save_directory
-from stable_opd_mcore.models.factors import factors_of
+from stable_opd_mcore.models.files.directory_save import save_directory
+from stable_opd_mcore.models.files.manifest import find_damage
+from stable_opd_mcore.models.files.megatron_checkpoint import (
+    refuse_foreign_pickle,
+    require_intact,
+    set_weights,
+    weights_of,
+)
+from stable_opd_mcore.models.layers.factors import factors_of
 from stable_opd_mcore.models.lora import (
     adapt,
     base_hash,
@@ -41,13 +48,6 @@ from stable_opd_mcore.models.lora import (
     merge,
     set_factors,
     sharded_factors,
-)
-from stable_opd_mcore.models.manifest import find_damage
-from stable_opd_mcore.models.megatron_checkpoint import (
-    refuse_foreign_pickle,
-    require_intact,
-    set_weights,
-    weights_of,
 )
 from stable_opd_mcore.models.weights import architecture_of, refuse_non_finite
 from stable_opd_mcore.parallel.world import broadcast_object

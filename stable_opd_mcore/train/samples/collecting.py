@@ -22,12 +22,12 @@ from stable_opd_mcore.data.samples import (
 )
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.inputs.loading import restart_problem, turns_by_environment
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
-from stable_opd_mcore.run_inputs import restart_problem, turns_by_environment
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.served_scores import begin_scoring

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from stable_opd_mcore.models.factors import factors_of
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.layers.factors import factors_of
 from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.rollout.sglang.adapter_sync import AdapterSync
 from stable_opd_mcore.rollout.sglang.sync import Outcome

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.parallel.device_memory import DeviceMemory

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.factors import factors_of
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.layers.factors import factors_of
 from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import start_world, stop_world

@@ -7,21 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.config.objectives import KLConfig
+from stable_opd_mcore.config.objective_settings import KLConfig
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.monitoring import onset
-from stable_opd_mcore.monitoring.onset import Detector
-from stable_opd_mcore.monitoring.sinks import Sinks
+from stable_opd_mcore.monitoring.metric_sinks import Sinks
 from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.loss_weights import Adapted, loss_weights_of
-from stable_opd_mcore.train.oversight import guard
+from stable_opd_mcore.train.oversight import guard, onset
 from stable_opd_mcore.train.oversight.guard import Action, GuardState
 from stable_opd_mcore.train.oversight.measures import (
     CollapsedError,
     warn_of_equal_models,
     write_actions,
 )
+from stable_opd_mcore.train.oversight.onset import Detector
 from tests.parallel.launch import run_ranks
 from tests.train.killed import run_killed_at
 from tests.train.runs import metrics_of, tiny_architecture, tiny_config
