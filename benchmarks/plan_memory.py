@@ -4,8 +4,8 @@
 
 For three sizes of student, teacher and reference and four layouts: three Stable-OPD steps, the
 largest resident memory of the last step on the fullest rank, and what commands/plan/memory.py
-predicts for that rank. Layers are recomputed: torch's then save as much as Transformer Engine's, which the
-plan counts. Memory of libraries is subtracted: a tiny run comes first.
+predicts for that rank. Layers are recomputed: torch's then save as much as Transformer Engine's,
+which the plan counts. Memory of libraries is subtracted: a tiny run comes first.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stable_opd_mcore.data.packing import costs, fill, pack, partition
-from stable_opd_mcore.data.sample_facts import SampleFacts, SampleWeights
 from stable_opd_mcore.records import MicroBatch, Sample, SampleKind
+from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
 
 def sample_of(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 PACKAGE = "stable_opd_mcore"
 ROOT = Path(__file__).parents[1] / PACKAGE
-SHARED = {"check", "plan", "report", "train"}  # what other commands are made of
+SHARED = {"options", "check", "plan", "report", "train"}  # what other commands are made of
 ROWS = {
     "__main__": 11,
     "cli": 10,
@@ -19,9 +19,9 @@ ROWS = {
     "train": 8,
     "monitoring": 7,
     "evaluation": 6,
+    "inputs": 6,
     "scoring": 5,
     "rollout": 5,
-    "inputs": 5,
     "placement": 4,
     "models": 3,
     "losses": 2,  # losses and data know no model: one below, so that models may name a Head
@@ -30,6 +30,7 @@ ROWS = {
     "serving": 2,  # processes and HTTP; knows neither models nor weights
     "config": 1,
     "records": 1,
+    "sample_facts": 1,
     "metrics": 1,
     "host": 0,
     "errors": -1,

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stable_opd_mcore.data.sample_facts import SampleFacts, SampleWeights
 from stable_opd_mcore.records import MicroBatch, Sample, SequenceScores
+from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
 _PAD_TOKEN = 0  # any valid id: no loss reads it and no token attends to it
 

@@ -13,10 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from stable_opd_mcore.config.data import SourceConfig
-from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
+from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids
+from stable_opd_mcore.data.environment_names import OF_THE_RUN
 from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.source_order import SourceOrder
@@ -33,7 +34,6 @@ from stable_opd_mcore.models.description.config_fields import decoder_settings, 
 from stable_opd_mcore.records import Rollout
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
-_OF_THE_RUN = ""  # Prompt.environment where the run's own settings hold, not a source's
 _TRACKERS = {"wandb": "false", "mlflow": "null"}  # package and setting -> its value for none
 _log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ def load_sources(config: Config, required: Collection[str] = ()) -> list[Row]:
         with_columns = any(each.function is not None for each in functions)
         own = load_rows(source, with_columns=with_columns, required=required)
         ids = [f"{name}:{row.row_id.rpartition(':')[2]}" for row in own]
-        played_in = name if source.environment is not None else _OF_THE_RUN
+        played_in = name if source.environment is not None else OF_THE_RUN
         if environment.function is None:
             played_in = None
         rows[name] = [
@@ -250,20 +250,8 @@ def configured_held_out(config: Config) -> list[Row]:
     rows = held_out_rows(config.data.eval, with_columns)
     if not has_environment:
         return rows
-    own = {"environment": _OF_THE_RUN, "max_new_tokens": config.environment.own_budget}
+    own = {"environment": OF_THE_RUN, "max_new_tokens": config.environment.own_budget}
     return [replace(row, **own) for row in rows]
-
-
-def environments_of(config: Config) -> dict[str, EnvironmentConfig]:
-    """The environments of a run, by the name that its prompts have for them."""
-    named = {source_name(each): each.environment for each in config.data.sources}
-    given = {_OF_THE_RUN: config.environment, **named}
-    return {name: each for name, each in given.items() if each and each.function is not None}
-
-
-def turns_by_environment(config: Config) -> dict[str | None, int]:
-    """The most turns of the episodes of each environment, by its name."""
-    return {name: each.max_turns for name, each in environments_of(config).items()}
 
 
 def held_out_rows(source: SourceConfig, with_columns: bool = False) -> list[Row]:
@@ -306,6 +294,15 @@ def configured_architecture(model: ModelConfig) -> Architecture:
     source = model.path if model.architecture is None else model.architecture
     assert source is not None, "the schema asks for one of the two"
     return read_architecture(source, window=model.window, rope_theta=model.rope_theta)
+
+
+def models_in_trainer(config: Config) -> dict[Fp8Role, ModelConfig]:
+    """The student, and a teacher with other files if no server holds it."""
+    models: dict[Fp8Role, ModelConfig] = {"student": config.student}
+    teacher = config.teacher
+    if teacher is not None and not teacher.is_served and not teacher.is_self:
+        models["teacher"] = teacher
+    return models
 
 
 def refuse_small_vocabulary(

@@ -2,7 +2,7 @@
 
     model = read_model("student", "models/student")
 
-Not here: the models of a config (lazy_inputs.py).
+Not here: the models of a config (run_inputs.py).
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """What is known of a run before its models are loaded; each part is read at its first use.
 
-`train` reads the same parts by the same functions (inputs/loading.py), so a part that cannot be read
-raises here the UserError that ends `train`. Not here: what does not go together.
+The trainer and `stable-opd check` take the parts from here, so both refuse the same file in the
+same words. loading.py reads them. Not here: what does not go together (commands/check).
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from stable_opd_mcore.commands.plan.plan import Plan, make_plan
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.data.chat import Tokenizer, stop_sources
+from stable_opd_mcore.data.environment_names import environments_of
 from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.samples import context_samples, golden_samples
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.inputs.example_episode import Example, play_episode
 from stable_opd_mcore.inputs.loading import (
     configured_architecture,
-    environments_of,
     load_held_out,
     load_prompts,
     load_teacher_tokenizer,
@@ -33,7 +32,7 @@ from stable_opd_mcore.inputs.pair import EXAMPLE, ModelFiles, Pair
 from stable_opd_mcore.losses.objectives import Objective, build_objective
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.description.config_fields import decoder_settings, read_fields
-from stable_opd_mcore.placement.hardware import DEVICES, Cluster
+from stable_opd_mcore.placement.hardware import Cluster
 from stable_opd_mcore.records import Sample
 
 T = TypeVar("T")
@@ -188,14 +187,6 @@ class RunInputs:
             prompt_template=self.config.data.prompt_template,
             system_prompt=self.config.data.system_prompt,
         )
-
-    @once
-    def plan(self) -> Plan | None:
-        """Memory by `stable-opd plan`; None where the GPU or its memory is not known."""
-        place = self.place
-        if place is None or place.gpu not in DEVICES:
-            return None
-        return make_plan(self.config, place.cluster, place.gpu)
 
     @once
     def prompts(self) -> PromptSet:

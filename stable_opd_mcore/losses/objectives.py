@@ -16,7 +16,6 @@ from torch import Tensor
 from stable_opd_mcore.config.no_effect import refuse_without_effect
 from stable_opd_mcore.config.objective_settings import AdvantageConfig, ObjectiveConfig
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.data.sample_facts import SampleFacts, SampleWeights
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.user_code import is_user_function
 from stable_opd_mcore.losses import token_losses, token_weights
@@ -26,6 +25,7 @@ from stable_opd_mcore.losses.own_objective import own_objective
 from stable_opd_mcore.losses.stop_tokens import shared_stop_ids
 from stable_opd_mcore.losses.token_losses import Divergence, PolicyLoss, Rows, Terms
 from stable_opd_mcore.records import LossOutput, MicroBatch
+from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
 # "topk" includes "sampled". "hidden" is hidden states only: the loss computes the rest.
 ScoresNeeded = Literal["none", "sampled", "topk", "hidden"]

@@ -8,7 +8,7 @@ gates of shared experts are left out. A [R, I] is drawn as PEFT draws it, B [O, 
 Megatron joins matrices, such as q, k and v, each keeps its own pair, so the factors are the same as
 PEFT's. Where HF's files hold an expert's gate and up as one matrix, they have one pair.
 
-The pairs of one linear layer are `Factors` (factors.py).
+The pairs of one linear layer are `Factors` (models/layers/factors.py).
 
 Letters: I inputs and O outputs of a matrix, R rank of its factors.
 """

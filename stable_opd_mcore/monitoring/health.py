@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stable_opd_mcore.data.responses import QUARTERS, turn_parts
-from stable_opd_mcore.data.sample_facts import SampleFacts
 from stable_opd_mcore.metrics import Max, Mean, Metrics, Sum
 from stable_opd_mcore.records import LossOutput, MicroBatch
+from stable_opd_mcore.sample_facts import SampleFacts
 
 if TYPE_CHECKING:
     from torch import Tensor

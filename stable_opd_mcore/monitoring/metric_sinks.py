@@ -33,7 +33,7 @@ GUARD_EVENT = "guard"  # a resumed run writes it again
 logger = logging.getLogger(__name__)
 
 
-class Sinks:
+class MetricSinks:
     """All sinks of a run, as one context manager.
 
     Existing rows from `first_step` on are dropped: 0 in a new run, the checkpoint's step + 1 in a
@@ -68,7 +68,7 @@ class Sinks:
         """Write an event to metrics.jsonl, a line that is not a row of metrics, at `step`."""
         self._jsonl.write_event(event, step, details)
 
-    def __enter__(self) -> Sinks:
+    def __enter__(self) -> MetricSinks:
         return self
 
     def __exit__(self, *_: object) -> None:

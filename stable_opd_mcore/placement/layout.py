@@ -1,7 +1,7 @@
 """How the trainer's GPUs divide into tensor, pipeline, context and data ranks.
 
 The same arithmetic as parallel/world.py, without a process group. Not here: what a rank holds
-(model_size.py, memory.py).
+(model_size.py, commands/plan/memory.py).
 """
 
 from collections.abc import Iterator, Sequence

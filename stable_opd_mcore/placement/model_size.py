@@ -258,7 +258,7 @@ class ModelSize:
         return inputs + self.final_norm_bytes() if last else inputs
 
     def final_norm_bytes(self) -> float:
-        """Saved by the last stage's norm per token; its output is the loss's (memory.py)."""
+        """Saved by the last stage's norm per token; its output is the loss's."""
         norm = self._norm_bytes(self.local_hidden, 1 / self.norm_ranks)
         return norm - self.element * self.local_hidden
 

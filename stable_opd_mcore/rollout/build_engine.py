@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.inputs.loading import environments_of
+from stable_opd_mcore.data.environment_names import environments_of
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World

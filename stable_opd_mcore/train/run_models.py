@@ -14,7 +14,6 @@ import numpy as np
 from stable_opd_mcore.config.models import LoraConfig, ReferenceConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig, TeacherConfig
 from stable_opd_mcore.config.training import Fp8
-from stable_opd_mcore.data.sample_facts import SampleWeights
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.inputs.loading import configured_architecture, refuse_small_vocabulary
@@ -28,6 +27,7 @@ from stable_opd_mcore.models.lora import adapt, base_only, factors_as, values_of
 from stable_opd_mcore.models.weights import random_weights
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, Sample
+from stable_opd_mcore.sample_facts import SampleWeights
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
 from stable_opd_mcore.scoring.scorer import Scorer

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from stable_opd_mcore.commands.plan.known_models import models_in_trainer
 from stable_opd_mcore.config.changes import by_dotted_key
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer
@@ -14,6 +13,7 @@ from stable_opd_mcore.evaluation.grading import Grader, Rewards
 from stable_opd_mcore.inputs.loading import (
     configured_architecture,
     episode_template,
+    models_in_trainer,
     prompt_order,
     refuse_long_support,
     refuse_routing_without_experts,

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.packing import costs
-from stable_opd_mcore.data.sample_facts import SampleFacts
 from stable_opd_mcore.losses.token_weights import correct_importance, use_rollout_policy
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.records import MicroBatch, Rollout, Sample
+from stable_opd_mcore.sample_facts import SampleFacts
 from stable_opd_mcore.scoring.scorer import with_scores
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.learning_rate import learning_rate

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from stable_opd_mcore.data.responses import version_metrics
-from stable_opd_mcore.data.sample_facts import SampleFacts
 from stable_opd_mcore.losses.token_weights import by_episode
 from stable_opd_mcore.metrics import Metrics, Same, reduce_over_ranks
 from stable_opd_mcore.monitoring.health import sample_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, object_group
 from stable_opd_mcore.records import MicroBatch, Rollout
+from stable_opd_mcore.sample_facts import SampleFacts
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.collecting import measured
 from stable_opd_mcore.train.samples.overlap import overlap_is_due, overlap_metrics

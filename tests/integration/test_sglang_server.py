@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.packing import pack
-from stable_opd_mcore.data.sample_facts import SampleWeights
 from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.files.huggingface import export_hf
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.records import Sample, Sampling
 from stable_opd_mcore.rollout.sglang.server_setup import model_config
+from stable_opd_mcore.sample_facts import SampleWeights
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.served import ServedScorer
 from stable_opd_mcore.serving.client import RefusedRequest, SglangClient

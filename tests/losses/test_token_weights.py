@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from stable_opd_mcore.data.packing import pack
-from stable_opd_mcore.data.sample_facts import SampleWeights
 from stable_opd_mcore.losses.objectives import build_objective
 from stable_opd_mcore.losses.token_weights import return_to_go
 from stable_opd_mcore.records import Sample
+from stable_opd_mcore.sample_facts import SampleWeights
 from tests.losses.cases import make_config
 from tests.shares import facts_of, sample_of, weights_of, with_gaps
 

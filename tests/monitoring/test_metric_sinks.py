@@ -7,7 +7,7 @@ import math
 import pytest
 
 from stable_opd_mcore.metrics import Metrics, Sum
-from stable_opd_mcore.monitoring.metric_sinks import JsonlSink, Sinks, read_metrics
+from stable_opd_mcore.monitoring.metric_sinks import JsonlSink, MetricSinks, read_metrics
 from tests.commands.report.make_run import config
 
 
@@ -91,7 +91,7 @@ def test_malformed_metrics_are_named(tmp_path, text, message):
 
 def test_an_unlisted_metric_is_refused_before_anything_is_written(tmp_path):
     with (
-        Sinks(tmp_path, config(monitoring={"tensorboard": False}), first_step=0) as sinks,
+        MetricSinks(tmp_path, config(monitoring={"tensorboard": False}), first_step=0) as sinks,
         pytest.raises(ValueError, match="unknown metrics loss/totla"),
     ):
         sinks.write(0, Metrics({"loss/totla": Sum(1.0)}))

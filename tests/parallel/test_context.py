@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
-from stable_opd_mcore.data.sample_facts import SampleWeights
 from stable_opd_mcore.losses.objectives import build_objective
 from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
@@ -21,6 +20,7 @@ from stable_opd_mcore.parallel.context import slice_microbatch, token_indices
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import LossOutput, MicroBatch, Sample, SequenceScores
+from stable_opd_mcore.sample_facts import SampleWeights
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.scorer import with_scores
 from stable_opd_mcore.scoring.served import ServedScorer

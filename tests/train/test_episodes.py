@@ -10,10 +10,10 @@ import pytest
 
 from stable_opd_mcore.commands.evaluate.evaluate import evaluate_config
 from stable_opd_mcore.commands.evaluate.evaluated_model import evaluation_config
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.killed import run_killed_at
 from tests.train.runs import (

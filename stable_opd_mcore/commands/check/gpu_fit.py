@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from stable_opd_mcore.commands.check.finding import Finding, finding
+from stable_opd_mcore.commands.plan.plan import Plan, make_plan
 from stable_opd_mcore.commands.plan.planned_run import plan_topology
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.inputs.loading import (
@@ -14,6 +15,16 @@ from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.layers.fp8 import refuse_fp8
 from stable_opd_mcore.placement.hardware import DEVICES, GIB
 from stable_opd_mcore.placement.layout import layout_of, refuse_layout
+
+
+def plan_of(inputs: RunInputs) -> Plan | None:
+    """Memory by `stable-opd plan`, computed once; None where the GPU or its memory is not known."""
+    place = inputs.place
+    if place is None or place.gpu not in DEVICES:
+        return None
+    if "plan" not in inputs.parts:
+        inputs.parts["plan"] = make_plan(inputs.config, place.cluster, place.gpu)
+    return inputs.parts["plan"]
 
 
 def layout(inputs: RunInputs) -> None:
@@ -41,9 +52,10 @@ def layout(inputs: RunInputs) -> None:
 def facts(inputs: RunInputs) -> list[str]:
     """The memory that the plan predicts, as a line."""
     layout(inputs)
-    if inputs.plan is None:
+    plan = plan_of(inputs)
+    if plan is None:
         return []
-    memory, gpu = inputs.plan.memory, inputs.plan.run.device.name
+    memory, gpu = plan.memory, plan.run.device.name
     return [
         f"memory by `stable-opd plan`: {memory.peak_bytes / GIB:.1f} of "
         f"{memory.usable_bytes / GIB:.1f} GiB of a {gpu}, in the {memory.peak_phase} phase"
@@ -61,7 +73,7 @@ def memory(inputs: RunInputs) -> Iterator[Finding]:
     if inputs.place.gpu not in DEVICES:
         yield finding("unknown-gpu", gpu=inputs.place.gpu, known=", ".join(DEVICES))
         return
-    plan = inputs.plan
+    plan = plan_of(inputs)
     if plan is None or plan.memory.fits:
         return
     has_remedy = plan.largest_micro_batch or plan.choice.best.memory.fits

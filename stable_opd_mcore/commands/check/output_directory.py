@@ -1,6 +1,6 @@
 """The run directory: locked by another run, trained with other settings, not writable, too small.
 
-`train` calls `settings_changes` too. Not here: the lock itself (host/run_lock.py).
+Not here: the lock itself (host/run_lock.py), which settings differ (inputs/changed_settings.py).
 """
 
 import errno
@@ -9,14 +9,10 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from stable_opd_mcore.commands.check.finding import Finding, finding
-from stable_opd_mcore.config.changes import changes, read_settings
 from stable_opd_mcore.config.cold_start import after_cold_start
 from stable_opd_mcore.config.guard_settings import HEALTHY_AFTER, MOST_STEPS_BETWEEN_SAVES
-from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors
 from stable_opd_mcore.host.run_directory import ANY_STEP
 from stable_opd_mcore.host.run_lock import (
@@ -27,44 +23,11 @@ from stable_opd_mcore.host.run_lock import (
     in_use,
     is_here,
 )
-from stable_opd_mcore.inputs.hashes import changed_inputs
+from stable_opd_mcore.inputs.changed_settings import settings_changes
 from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.placement.hardware import GIB
 from stable_opd_mcore.placement.layout import Layout
 from stable_opd_mcore.placement.model_size import ADAM_BYTES, WEIGHT_BYTES, ModelSize
-
-
-def settings_changes(config: Config, accepted: bool) -> dict[str, tuple[Any, Any]]:
-    """Settings, and contents of files, that differ from those with which the run directory's
-    checkpoints were trained.
-
-    Empty without checkpoints: the run then starts from the beginning.
-
-    Raises:
-        ConfigError: there are some, and they are not `accepted`.
-    """
-    files = config.run.files
-    stored = files.resolved
-    if not any(files.checkpoints.glob(ANY_STEP)):
-        return {}
-    if not stored.is_file():
-        if accepted:
-            return {}
-        raise ConfigError(
-            f"{files.path} has checkpoints but no {stored.name}, so the settings and files that "
-            "they were trained with are not known: restore it, start a new run with another "
-            "run.name, or resume with the settings of the command line: --accept-changes"
-        )
-    differences = changes(read_settings(stored), config) | changed_inputs(config)
-    if differences and not accepted:
-        lines = "\n".join(f"  {key}: {old} -> {new}" for key, (old, new) in differences.items())
-        raise ConfigError(
-            f"{files.path} was trained with other settings or files "
-            f"({stored}, {files.inputs.name}):\n{lines}\n"
-            "Set them back, start a new run with another run.name, or resume with the new ones: "
-            "--accept-changes"
-        )
-    return differences
 
 
 def writable(inputs: RunInputs) -> None:

@@ -1,7 +1,7 @@
 """`stable-opd demo`: train the models, run every arm with every seed, write summary and report.
 
-Each job is an ordinary training run (`train.loop.train`) in one of two worker processes with one
-thread each. Finished runs are kept, and the same command continues with the others.
+Each job is an ordinary training run (commands/train/train.py) in one of two worker processes with
+one thread each. Finished runs are kept, and the same command continues with the others.
 """
 
 import json
@@ -101,7 +101,8 @@ def run_jobs(jobs: Sequence[Job]) -> None:
     job_bars: dict[str, TaskID] = {}
     os.environ["OMP_NUM_THREADS"] = "1"  # more threads of the workers would compete for cores
     forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["stable_opd_mcore.train.loop"])  # the workers import it once
+    # The workers import it once.
+    forks.set_forkserver_preload(["stable_opd_mcore.commands.train.train"])
     with ProcessPoolExecutor(WORKERS, forks, end_with_parent) as pool, _progress() as bars:
         total = bars.add_task("all runs", total=sum(job.steps for job in jobs))
         while waiting or running:
@@ -183,7 +184,7 @@ def _work(job: Job) -> None:
     if job.swap_from is not None:
         swap_stop_tokens(job.swap_from, job.model, job.swapped)
         return
-    from stable_opd_mcore.train.loop import train
+    from stable_opd_mcore.commands.train.train import train
 
     config = parse_config(job.config, origin="the demo's recipe")
     train(config, show_progress=False, accept_changes=_has_same_settings(job))

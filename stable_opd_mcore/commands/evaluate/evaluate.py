@@ -7,22 +7,16 @@ store. evaluated_model.py says which model is evaluated.
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stable_opd_mcore.commands.evaluate.evaluated_model import (
-    EvaluatedModel,
-    evaluated_config,
-    find_model,
-)
+from stable_opd_mcore.commands.evaluate.evaluated_model import evaluated_config, find_model
 from stable_opd_mcore.commands.evaluate.store import ResponseStore
 from stable_opd_mcore.commands.evaluate.table import markdown, markdown_table, results_table
 from stable_opd_mcore.commands.report.chosen_runs import evaluated_runs, seeds_together
@@ -30,12 +24,12 @@ from stable_opd_mcore.commands.report.tables import benchmark_table
 from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.environment_names import environments_of
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.evaluation.results import (
-    SAMPLES_PER_PART,
     BenchmarkResult,
     average,
     benchmark_result,
@@ -47,63 +41,31 @@ from stable_opd_mcore.host.run_directory import DONE, REQUEUE
 from stable_opd_mcore.inputs.loading import (
     configured_architecture,
     configured_held_out,
-    environments_of,
     held_out_prompts,
     load_tokenizer,
 )
-from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.files.peft_directory import is_adapter, merge_adapter
 from stable_opd_mcore.models.weights import weights_hash
-from stable_opd_mcore.parallel.world import World, object_group, stop_world
+from stable_opd_mcore.parallel.world import World, on_first_rank, stop_world
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.build_engine import evaluation_engine
 from stable_opd_mcore.rollout.engine import RolloutEngine
-from stable_opd_mcore.train import phases
+from stable_opd_mcore.train.held_out import parts_of
 from stable_opd_mcore.train.oversight.signals import (
     Stopped,
     StopSignals,
     write_outcome,
 )
 from stable_opd_mcore.train.persistence.checkpoint import merge_factors
-from stable_opd_mcore.train.persistence.resolved_configs import on_first_rank, take_directory
+from stable_opd_mcore.train.persistence.resolved_configs import take_directory
 from stable_opd_mcore.train.persistence.rollout_writer import write_together
-from stable_opd_mcore.train.persistence.state import TrainState
-from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.persistence.stored_models import StoredModel
 from stable_opd_mcore.train.run_models import load_model
-from stable_opd_mcore.train.samples.collecting import measured, own_share, sample_held_out
+from stable_opd_mcore.train.samples.collecting import sample_held_out
 from stable_opd_mcore.train.setup import start_configured_world
 
 _DECIDE_EPISODES = {"function", "max_turns", "history", "max_observation_tokens"}
-
-
-def evaluate_student(run: Run, state: TrainState) -> Metrics:
-    """`eval/*` metrics of the current weights, and `eval_greedy/*` with evaluation.also_greedy.
-
-    The run's own engine samples. The embedded engine's noise is the same at every step, so two of
-    its evaluations differ only by the weights.
-    """
-    assert run.held_out is not None
-    config = run.config
-    prompts = run.held_out.select(range(len(run.held_out)))
-    if config.reward.function is None:
-        require_answers(prompts)
-    run.memory.keep_only(*phases.ROLLOUT)
-    engine = run.held_out_engine or run.engine
-    engine.publish(state.weight_version)
-    metrics, started = Metrics(), time.perf_counter()
-    for area, greedy in (("eval", False), ("eval_greedy", True)):
-        if greedy and not config.evaluation.also_greedy:
-            continue
-        sampling = evaluation_sampling(config, run.tokenizer.stop_token_ids, greedy=greedy)
-        rollouts = [
-            rollout
-            for batch in _parts(run.world, prompts, sampling)
-            for rollout in sample_held_out(engine, run.grader, run.world, batch, sampling)
-        ]
-        metrics = metrics | measured(run, rollouts, sampling.max_new_tokens, area)
-    seconds = Metrics({"time/eval": Max(time.perf_counter() - started)})
-    return reduce_over_ranks(metrics | seconds, object_group(dist.group.WORLD))
 
 
 def evaluate_config(
@@ -179,7 +141,7 @@ class Problems:
 class Evaluation:
     config: Config  # its run is the evaluation's directory, its student the model
     world: World
-    model: EvaluatedModel
+    model: StoredModel
     weights: str  # hash
     engine: RolloutEngine
     grader: Grader
@@ -253,7 +215,7 @@ def _sample(
     world, sampling = evaluation.world, problems.sampling
     store = evaluation.store(name)
     first = on_first_rank(world, store.open)
-    parts = _parts(world, problems.prompts, sampling)
+    parts = parts_of(world, problems.prompts, sampling)
     bar = (
         TextColumn("[bold]{task.description}"),
         BarColumn(),
@@ -275,13 +237,6 @@ def _sample(
                 if world.rank == 0:
                     print(f"stopped in {name}; the same command continues there", file=sys.stderr)
                 raise Stopped(0, reason, None)
-
-
-def _parts(world: World, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sequence[Prompt]]:
-    """This rank's share of each part."""
-    size = max(1, SAMPLES_PER_PART // sampling.num_samples)
-    starts = range(0, len(prompts), size)
-    return [own_share(world, prompts[start : start + size]) for start in starts]
 
 
 def _write_results(evaluation: Evaluation, print_line: Callable[[str], None]) -> None:

@@ -11,19 +11,9 @@ from typing import Any
 
 import yaml
 
-from stable_opd_mcore.config.schema import Config, ModelConfig
-from stable_opd_mcore.config.training import Fp8Role
+from stable_opd_mcore.config.schema import ModelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.hub import download, is_hub_id
-
-
-def models_in_trainer(config: Config) -> dict[Fp8Role, ModelConfig]:
-    """The student, and a teacher with other files if no server holds it."""
-    models: dict[Fp8Role, ModelConfig] = {"student": config.student}
-    teacher = config.teacher
-    if teacher is not None and not teacher.is_served and not teacher.is_self:
-        models["teacher"] = teacher
-    return models
 
 
 def model_source(model: ModelConfig, name: str) -> tuple[str | dict[str, Any], str | None]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from stable_opd_mcore.commands.plan.known_models import model_source, models_in_trainer
+from stable_opd_mcore.commands.plan.known_models import model_source
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
+from stable_opd_mcore.inputs.loading import models_in_trainer
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.placement.hardware import Cluster, Device, device_named
 from stable_opd_mcore.placement.layout import Layout, layout_of

@@ -21,13 +21,12 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from stable_opd_mcore.commands.plan.known_models import models_in_trainer
 from stable_opd_mcore.commands.rehearse.fake_tensors import fake_tensors
 from stable_opd_mcore.commands.rehearse.fake_world import fake_world
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.inputs.loading import configured_architecture
+from stable_opd_mcore.inputs.loading import configured_architecture, models_in_trainer
 from stable_opd_mcore.models import gpt, spec
 from stable_opd_mcore.models.files.megatron_checkpoint import weights_of
 from stable_opd_mcore.models.weights import described_parameters

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stable_opd_mcore.commands.plan.known_models import model_source, models_in_trainer
+from stable_opd_mcore.commands.plan.known_models import model_source
 from stable_opd_mcore.commands.plan.plan import Plan, make_plan
 from stable_opd_mcore.commands.plan.planned_run import PlannedRun, Work, planned_run, read_models
 from stable_opd_mcore.commands.rehearse import te_layers
@@ -18,7 +18,7 @@ from stable_opd_mcore.commands.rehearse.rank import RankReport, rehearse_rank
 from stable_opd_mcore.config.models import StudentConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.inputs.loading import refuse_unused_expert_ranks
+from stable_opd_mcore.inputs.loading import models_in_trainer, refuse_unused_expert_ranks
 from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.description.config_fields import read_fields, with_layers
 from stable_opd_mcore.placement.hardware import GIB, Cluster

@@ -1,8 +1,8 @@
 """The figures of the report: the metrics of each figure, and the curves of each run.
 
-metrics.yaml says which metrics a figure has. Captions say what is plotted; outcomes.py computes
-what a run did. The last figure has the metrics that no other shows. Curves are plain lists for
-JSON, which the page's script smooths and plots (templates/figures.js).
+monitoring/metrics.yaml says which metrics a figure has. Captions say what is plotted; outcomes.py
+computes what a run did. The last figure has the metrics that no other shows. Curves are plain lists
+for JSON, which the page's script smooths and plots (templates/figures.js).
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ def plot_data(
 
 
 def _others(runs: Sequence[Sequence[Row]]) -> Figure:
-    """The metrics of `runs` that no figure shows, in the order of metrics.yaml."""
+    """The metrics of `runs` that no figure shows, in the order of monitoring/metrics.yaml."""
     shown = {key for figure in FIGURES for key in figure.panels} | {"step", "non_finite"}
     found = {key for rows in runs for row in rows for key in row} - shown
     keys = [*(key for key in NAMES if key in found), *sorted(found - NAMES.keys())]

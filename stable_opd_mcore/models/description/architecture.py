@@ -1,4 +1,4 @@
-"""Architectures, read from Hugging Face's config.json by what family.py says of their family."""
+"""Architectures, read from Hugging Face's config.json by what families.py says of their family."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def decoder_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_mxfp4(settings: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that the files hold experts in MXFP4 (mxfp4.py)."""
+    """Whether a config.json says that the files hold experts in MXFP4 (models/files/mxfp4.py)."""
     method = settings.get("quantization_config")
     return isinstance(method, Mapping) and method.get("quant_method") == "mxfp4"
 

@@ -1,6 +1,7 @@
 """The model families that can be built.
 
-A new decoder family is an entry of FAMILIES, and of tensors.py if its tensors have other names.
+A new decoder family is an entry of FAMILIES, and of models/tensors.py if its tensors have other
+names.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Family:
     stretched: bool = False  # transformers stretches the window if rope_parameters are absent
     delta_nets: bool = False  # layers of type linear_attention have a gated delta net instead
     sliding_windows: bool = False  # layers of type sliding_attention read only the last tokens
-    sinks: bool = False  # each head has a sink (sinks.py)
+    sinks: bool = False  # each head has a sink (models/layers/attention_sinks.py)
     biases: bool = False  # the attention's output, the router and the experts have biases
     # The bound of an expert's gate and up, whose product is gate · sigmoid(1.702 gate) · (up + 1);
     # None: the product is SwiGLU's, without a bound

@@ -3,7 +3,7 @@
 In gpt-oss's files `experts.gate_up_proj` is [E, H, 2 F], with columns of gate and up in turn, and
 `experts.down_proj` is [E, F, H]. Their biases, `..._bias`, are [E, 2 F] and [E, H]. In
 Qwen3.5-MoE's published files the two are [E, 2 F, H], gate before up, and [E, H, F]; transformers
-may also write one tensor for each matrix of an expert, as the trainer names them (tensors.py).
+may also write one tensor for each matrix of an expert, as models/tensors.py names them.
 
 E experts, F width of one, H hidden size.
 """

@@ -1,7 +1,8 @@
 """Low-rank factors in PEFT's form: adapter_config.json and adapter_model.safetensors.
 
 PEFT loads what is written here. An adapter that is read must have one rank and alpha for all
-matrices, and a pair for each matrix that has factors in lora.py; variants of LoRA are refused.
+matrices, and a pair for each matrix that has factors in models/lora.py; variants of LoRA are
+refused.
 
 Where files stack the experts of a layer, as gpt-oss's do, PEFT stacks their pairs, too. A is
 [E R, I]: all rows of the first expert, then those of the next. B is [O, R E]: the first column of

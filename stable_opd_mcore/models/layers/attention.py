@@ -203,7 +203,7 @@ def _packed(
     """Causal attention within each sequence of [T, 1, heads, D], as [T, 1, A D].
 
     Args:
-        sinks, window: the layer's (sinks.py). Only a layer with sinks has a window.
+        sinks, window: the layer's (attention_sinks.py). Only a layer with sinks has a window.
     """
     assert window is None or sinks is not None
     parts = []

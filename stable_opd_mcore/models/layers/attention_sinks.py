@@ -26,7 +26,7 @@ from stable_opd_mcore.errors import UserError
 _CUDNN = 91800  # 9.18
 
 
-class Sinks(Module):
+class AttentionSinks(Module):
     """The sinks of a layer. It replaces Megatron's `core_attention`, with the same parameter."""
 
     def __init__(self, config: Any, pg_collection: Any, **unused: Any) -> None:

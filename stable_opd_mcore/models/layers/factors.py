@@ -5,7 +5,7 @@ A, which multiplies its own tokens, and these rows of B; [T, R] is gathered in b
 columns of W, it has these columns of A and all of B; [T, R] is summed in between. An expert's pair
 is on the rank that holds the expert.
 
-Which matrices of a model have factors, and what is done with all of them, is in lora.py.
+Which matrices of a model have factors, and what is done with all of them, is in models/lora.py.
 
 Letters: T tokens, I inputs and O outputs of a matrix, R rank of its factors.
 """

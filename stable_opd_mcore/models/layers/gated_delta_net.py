@@ -12,7 +12,7 @@ all of its tokens and do not change their outputs. With CUDA and the packages `f
 `causal_conv1d`, their kernels run over the packed tokens instead.
 
 Key heads, with their value heads, are cut over the tensor ranks. Context parallelism is refused
-(layout_refusal.py).
+(models/description/layout_refusal.py).
 
 Shapes: T packed tokens, N sequences of a rectangle with L cells each, K key heads of this tensor
 rank, V value heads, R of them to a key head, D and E the sizes of a key and a value, C channels of

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from stable_opd_mcore.data.environment_names import turns_by_environment
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.data.samples import (
     golden_samples,
@@ -22,7 +23,7 @@ from stable_opd_mcore.data.samples import (
 )
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
-from stable_opd_mcore.inputs.loading import restart_problem, turns_by_environment
+from stable_opd_mcore.inputs.loading import restart_problem
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects

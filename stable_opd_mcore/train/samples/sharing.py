@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.packing import pack, partition, split_by_prompt
-from stable_opd_mcore.data.sample_facts import SampleFacts, SampleWeights
 from stable_opd_mcore.models.layers.fp8 import MULTIPLE
 from stable_opd_mcore.parallel.context import slice_microbatch
 from stable_opd_mcore.parallel.transfers import to_device
 from stable_opd_mcore.parallel.world import World, exchange_objects, gather_objects
 from stable_opd_mcore.records import MicroBatch, Sample
+from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
 _NOBODY = -1  # the batch rank of a sample that is not computed
 

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.packing import split_by_prompt
-from stable_opd_mcore.data.sample_facts import SampleFacts
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.metrics import Mean, Metric, Metrics
 from stable_opd_mcore.monitoring.health import EpisodeLimits
+from stable_opd_mcore.sample_facts import SampleFacts
 
 Groups = Mapping[str, NDArray[np.bool_]]  # the first part of a metric's key -> which samples
 NO_GROUPS: Groups = {}

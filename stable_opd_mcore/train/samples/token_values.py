@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.sample_facts import SampleFacts
 from stable_opd_mcore.data.token_files import VALUES, Numbers, TokenText, write_tokens
 from stable_opd_mcore.losses.token_weights import by_episode
 from stable_opd_mcore.parallel.transfers import OnHost
 from stable_opd_mcore.parallel.world import World, gather_on_first_rank
 from stable_opd_mcore.records import LossOutput, MicroBatch, Rollout
+from stable_opd_mcore.sample_facts import SampleFacts
 from stable_opd_mcore.train.samples.sharing import Minibatch
 
 NUM_ROLLOUTS = 8  # rollouts of each step, about 35 bytes a token

@@ -12,8 +12,8 @@ import yaml
 from stable_opd_mcore.commands.evaluate import evaluate as evaluation
 from stable_opd_mcore.commands.evaluate.evaluate import evaluate_config
 from stable_opd_mcore.commands.evaluate.evaluated_model import evaluation_config
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.oversight.signals import Stopped
 from tests.parallel.launch import run_ranks
 from tests.train.runs import problems, tiny_config

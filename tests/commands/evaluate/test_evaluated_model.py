@@ -5,17 +5,16 @@ import json
 import pytest
 
 from stable_opd_mcore.commands.evaluate.evaluated_model import (
-    EvaluatedModel,
     evaluated_config,
     evaluation_config,
     evaluation_configs,
     find_model,
-    mark_trained,
     named_benchmarks,
 )
 from stable_opd_mcore.config.load import load_config, save_config
 from stable_opd_mcore.errors import ConfigError, UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
+from stable_opd_mcore.train.persistence.stored_models import StoredModel, mark_trained
 from tests.parallel.launch import run_ranks
 from tests.train.runs import tiny_architecture, tiny_config
 
@@ -44,9 +43,9 @@ def test_a_run_its_model_and_its_checkpoint_have_the_settings_of_the_run(run, pa
 def test_a_window_given_to_the_evaluation_of_a_run_is_its_models(run):
     for part in ("model", "checkpoints/step_000004"):
         longer = evaluation_config(run, overrides=["student.window=99"])
-        assert evaluated_config(longer, EvaluatedModel(run / part, "step")).student.window == 99
+        assert evaluated_config(longer, StoredModel(run / part, "step")).student.window == 99
     of_other = longer.replaced(run={"name": "other"})
-    assert evaluated_config(of_other, EvaluatedModel(run / part, "step")).student.window is None
+    assert evaluated_config(of_other, StoredModel(run / part, "step")).student.window is None
 
 
 def test_the_model_of_a_cold_start_is_of_the_cold_start(run):
@@ -67,7 +66,7 @@ def test_a_model_of_no_run_has_the_papers_settings_or_those_given(tmp_path, run)
     given = evaluation_config(model, run / "config.resolved.yaml")
     assert (given.sampling.max_new_tokens, given.student.path) == (24, str(model))
     longer = evaluation_config(model, overrides=["student.window=99"])
-    of_model = EvaluatedModel(model, "other")
+    of_model = StoredModel(model, "other")
     assert evaluated_config(longer, of_model).student.window == 99
     another = longer.model_copy(update={"student": longer.student.model_copy(update={"path": "x"})})
     assert evaluated_config(another, of_model).student.window is None
@@ -96,7 +95,7 @@ def rendering(directory, name, **template_kwargs):
 
 def test_a_config_may_set_the_chat_templates_arguments_of_another_runs_model(tmp_path, run):
     save_config(rendering(tmp_path, "run", thinks=False), run / "config.resolved.yaml")
-    trained, of_no_run = EvaluatedModel(run / "model", "step"), EvaluatedModel(tmp_path, "other")
+    trained, of_no_run = StoredModel(run / "model", "step"), StoredModel(tmp_path, "other")
     silent, chosen = tiny_config(tmp_path, "x"), rendering(tmp_path, "x", thinks=True)
     for config, model, expected in (
         (silent, trained, {"thinks": False}),
@@ -136,9 +135,9 @@ def find_models(rank, world_size, home):
     (run / "model").mkdir(parents=True)
     (run / "model" / "config.json").write_text("{}")
     save_config(tiny_config(home, "run"), run / "config.resolved.yaml")
-    assert found() == EvaluatedModel(run / "model", "model", "run", None)
+    assert found() == StoredModel(run / "model", "model", "run", None)
     mark_trained(run / "model", "run", 8)
-    assert found() == EvaluatedModel(run / "model", "step_000008", "run", 8)
+    assert found() == StoredModel(run / "model", "step_000008", "run", 8)
     assert found(model=str(run)) == found(model=str(run / "model")) == found()
     (run / "model").rename(home / "copied model")
     assert found(model=str(home / "copied model")).name == "copied_model"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.commands.serve import serve
+from stable_opd_mcore.commands.serve.serve import serve
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.errors import ConfigError
 

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from stable_opd_mcore.commands import convert as conversion
-from stable_opd_mcore.commands.convert import convert
+from stable_opd_mcore.commands.convert import convert as conversion
+from stable_opd_mcore.commands.convert.convert import convert
 from stable_opd_mcore.commands.evaluate.evaluate import evaluate_config
-from stable_opd_mcore.commands.evaluate.evaluated_model import EvaluatedModel
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
@@ -21,7 +21,7 @@ from stable_opd_mcore.models.files.huggingface import export_hf
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.tensors import hf_shapes
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.train.loop import train
+from stable_opd_mcore.train.persistence.stored_models import StoredModel
 from tests.commands.check.directories import write_model as write_model_files
 from tests.parallel.launch import run_ranks
 from tests.train.runs import ALONE, problems, tiny_architecture, tiny_config
@@ -162,7 +162,7 @@ def test_what_is_rounded_is_said(tmp_path, monkeypatch):
     (adapter / "adapter_config.json").write_text("{}")
     factors = {"a": torch.zeros(1, dtype=torch.float16)}
     save_file(factors, adapter / "adapter_model.safetensors")
-    of_run = EvaluatedModel(tmp_path, "step", is_whole=False)
+    of_run = StoredModel(tmp_path, "step", is_whole=False)
     monkeypatch.setattr(conversion, "is_megatron", lambda path: path == tmp_path)
     monkeypatch.setattr(conversion, "run_settings", lambda _: {"train": {"precision": "bf16"}})
     for dtype, of_adapter, trained in (
@@ -173,7 +173,7 @@ def test_what_is_rounded_is_said(tmp_path, monkeypatch):
         shapes = hf_shapes(architecture).items()
         weights = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes}
         save_file(weights, tmp_path / "model.safetensors")
-        model = EvaluatedModel(adapter, "adapter", is_whole=False)
+        model = StoredModel(adapter, "adapter", is_whole=False)
         assert conversion._precision(model, tmp_path, architecture) == of_adapter
         assert conversion._precision(of_run, tmp_path, architecture) == trained
 

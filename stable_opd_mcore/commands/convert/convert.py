@@ -8,12 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from stable_opd_mcore.commands.evaluate.evaluated_model import (
-    EvaluatedModel,
-    model_in,
-    run_settings,
-    weights_under,
-)
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.tokenizer_backend import has_tokenizer
 from stable_opd_mcore.data.vocabulary import read_vocabulary, same_vocabulary
@@ -32,6 +26,12 @@ from stable_opd_mcore.models.files.small_files import copy_generation_settings, 
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.persistence.checkpoint import merge_factors
+from stable_opd_mcore.train.persistence.stored_models import (
+    StoredModel,
+    model_in,
+    run_settings,
+    weights_under,
+)
 from stable_opd_mcore.train.reference import read_weights
 
 
@@ -120,7 +120,7 @@ def _refuse_other_ids(tokenizer: Path | None, own: Path, architecture: Architect
 
 
 def _precision(
-    model: EvaluatedModel, weights: Path, architecture: Architecture
+    model: StoredModel, weights: Path, architecture: Architecture
 ) -> tuple[Literal["bf16", "fp32"], str]:
     """The precision to convert in, and what to say of rounding."""
     dtypes = stored_dtypes(weights, architecture)
