@@ -170,6 +170,14 @@ class Config(Section):
         return self.student if self.teacher and self.teacher.is_self else self.teacher
 
     @property
+    def models_in_trainer(self) -> dict[Fp8Role, ModelConfig]:
+        """The student, and a teacher with other files if no server holds it."""
+        models: dict[Fp8Role, ModelConfig] = {"student": self.student}
+        if self.teacher is not None and not self.teacher.is_served and not self.teacher.is_self:
+            models["teacher"] = self.teacher
+        return models
+
+    @property
     def weights_of(self) -> dict[Fp8Role, Weights]:
         """Which weights in memory each scorer in the trainer uses, if the run has it: a model of
         its own has the scorer's name. Loading, memory, plan and offload ask only here."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from stable_opd_mcore.config.data import SourceConfig
 from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
-from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids
 from stable_opd_mcore.data.environment_names import OF_THE_RUN
 from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
@@ -294,15 +293,6 @@ def configured_architecture(model: ModelConfig) -> Architecture:
     source = model.path if model.architecture is None else model.architecture
     assert source is not None, "the schema asks for one of the two"
     return read_architecture(source, window=model.window, rope_theta=model.rope_theta)
-
-
-def models_in_trainer(config: Config) -> dict[Fp8Role, ModelConfig]:
-    """The student, and a teacher with other files if no server holds it."""
-    models: dict[Fp8Role, ModelConfig] = {"student": config.student}
-    teacher = config.teacher
-    if teacher is not None and not teacher.is_served and not teacher.is_self:
-        models["teacher"] = teacher
-    return models
 
 
 def refuse_small_vocabulary(

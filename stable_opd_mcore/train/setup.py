@@ -13,7 +13,6 @@ from stable_opd_mcore.evaluation.grading import Grader, Rewards
 from stable_opd_mcore.inputs.loading import (
     configured_architecture,
     episode_template,
-    models_in_trainer,
     prompt_order,
     refuse_long_support,
     refuse_routing_without_experts,
@@ -163,7 +162,7 @@ def models_text(config: Config) -> str:
         start = "" if lora.path is None else f" from {lora.path}"
         found[0] += f" with low-rank factors of rank {lora.rank}{start}"
     engines = [fp8_engine()] if config.fp8.is_on else []
-    read = {role: configured_architecture(m) for role, m in models_in_trainer(config).items()}
+    read = {role: configured_architecture(m) for role, m in config.models_in_trainer.items()}
     if any(architecture.delta_net for architecture in read.values()):
         engines.append(delta_net_engine())
     if packed := [role for role, architecture in read.items() if architecture.mxfp4]:

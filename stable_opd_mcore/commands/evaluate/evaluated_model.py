@@ -135,8 +135,7 @@ def evaluated_config(config: Config, model: StoredModel) -> Config:
     if run is not None:
         tokenizer = tokenizer or trained["tokenizer"]["path"] or trained["student"]["path"]
         stop_ids = stop_ids or trained["student"]["stop_token_ids"]
-        # Runs of version 0.1.0 have no such key.
-        template_kwargs = template_kwargs or trained["student"].get("chat_template_kwargs", {})
+        template_kwargs = template_kwargs or trained["student"]["chat_template_kwargs"]
     elif tokenizer is None:
         holders = (path for path in (str(model.path), source["path"]) if has_tokenizer(path))
         tokenizer = next(holders, config.student.path)

@@ -16,7 +16,6 @@ from typing import Any
 from stable_opd_mcore.commands.plan.known_models import model_source
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
-from stable_opd_mcore.inputs.loading import models_in_trainer
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.placement.hardware import Cluster, Device, device_named
 from stable_opd_mcore.placement.layout import Layout, layout_of
@@ -262,7 +261,7 @@ def default_work(config: Config) -> Work:
 
 def read_models(config: Config) -> Models:
     """Architectures of the models on the trainer's GPUs."""
-    models = models_in_trainer(config).items()
+    models = config.models_in_trainer.items()
     sizes = {name: _architecture(model, name) for name, model in models}
     student, is_self = sizes["student"], config.teacher is not None and config.teacher.is_self
     teacher = student if is_self else sizes.get("teacher")

@@ -26,7 +26,7 @@ from stable_opd_mcore.commands.rehearse.fake_world import fake_world
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.inputs.loading import configured_architecture, models_in_trainer
+from stable_opd_mcore.inputs.loading import configured_architecture
 from stable_opd_mcore.models import gpt, spec
 from stable_opd_mcore.models.files.megatron_checkpoint import weights_of
 from stable_opd_mcore.models.weights import described_parameters
@@ -82,7 +82,7 @@ def answer() -> None:
 
 def _models(config: Config) -> dict[Fp8Role, ModelConfig]:
     """The models that a run builds from these layers, by their role."""
-    return {"student": config.student, "reference": config.student, **models_in_trainer(config)}
+    return {"student": config.student, "reference": config.student, **config.models_in_trainer}
 
 
 def facts(config: Config, world: World, role: Fp8Role, fused: bool) -> Facts:

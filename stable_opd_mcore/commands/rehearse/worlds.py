@@ -18,7 +18,7 @@ from stable_opd_mcore.commands.rehearse.rank import RankReport, rehearse_rank
 from stable_opd_mcore.config.models import StudentConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.inputs.loading import models_in_trainer, refuse_unused_expert_ranks
+from stable_opd_mcore.inputs.loading import refuse_unused_expert_ranks
 from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.description.config_fields import read_fields, with_layers
 from stable_opd_mcore.placement.hardware import GIB, Cluster
@@ -72,7 +72,7 @@ def rehearse_worlds(
     say(_layers())
     passed = True
     for config in configs:
-        for name, model in models_in_trainer(config).items():
+        for name, model in config.models_in_trainer.items():
             if note := model_source(model, name)[1]:
                 say(f"{config.run.name}: {note}")
         divided = False
@@ -176,7 +176,7 @@ def with_few_layers(run: PlannedRun, layers: int | None) -> tuple[PlannedRun, in
     """Sizes in place of model directories; and a stage's layers, or None if no model was cut."""
     layout, cut = run.layout, None
     changes: dict[str, ModelConfig] = {}
-    for name, model in models_in_trainer(run.config).items():
+    for name, model in run.config.models_in_trainer.items():
         fields = dict(read_fields(model_source(model, name)[0])[1])
         size = run.student if name == "student" else run.frozen["teacher"]
         of_chunk = layers or (LAYERS_WITH_EXPERTS if size.architecture.experts else None)
