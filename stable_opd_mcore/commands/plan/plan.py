@@ -234,13 +234,21 @@ def make_plan(
     config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None
 ) -> Plan:
     """A UserError refuses layouts, GPUs, models and servers that cannot be planned."""
+    return Plan(checked_run(config, cluster, gpu, work))
+
+
+def checked_run(
+    config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None
+) -> PlannedRun:
+    """The run that is planned. A UserError refuses layouts, models and servers that do not fit the
+    GPUs; memory is not asked."""
     run = planned_run(config, cluster, gpu, work)
     _ = run.layout  # refuses GPUs that it does not divide
     for role, model in (("student", run.models.student), ("teacher", run.models.teacher)):
         if model is not None:
             refuse_layout(role, model, config.parallel)
     _ = run.topology  # refuses servers without a place
-    return Plan(run)
+    return run
 
 
 def rank_layouts(

@@ -158,7 +158,7 @@ def _place() -> str | None:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        inside = name.startswith(str(_PACKAGE)) and "/rehearsal/" not in name
+        inside = name.startswith(str(_PACKAGE)) and "/commands/rehearse/" not in name
         if inside and name.endswith(_TORCH_LAYERS):
             return None
         if found is None and (inside or "/megatron/" in name):

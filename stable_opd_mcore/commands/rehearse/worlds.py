@@ -1,9 +1,8 @@
 """`stable-opd rehearse`: configs in worlds of several sizes, a line for every pipeline stage.
 
-A world that the layout does not divide is skipped with a line that says so. A world whose memory,
-layout or servers do not fit is refused with the numbers and the remedy. The fake world has the
-torch layers of a CPU, which hold more than Transformer Engine's, for which the plan is made. Not
-here: one rank (rank.py), Transformer Engine's own layers (te_layers.py).
+A world that the layout does not divide is skipped with a line that says so. A world whose layout or
+servers do not fit is refused with the numbers and the remedy. Not here: one rank (rank.py),
+Transformer Engine's own layers (te_layers.py), and whether memory fits (commands/plan).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stable_opd_mcore.commands.plan.known_models import model_source
-from stable_opd_mcore.commands.plan.plan import Plan, make_plan
+from stable_opd_mcore.commands.plan.plan import checked_run
 from stable_opd_mcore.commands.plan.planned_run import PlannedRun, Work, planned_run, read_models
 from stable_opd_mcore.commands.rehearse import te_layers
 from stable_opd_mcore.commands.rehearse.rank import RankReport, rehearse_rank
@@ -21,7 +20,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.inputs.loading import refuse_unused_expert_ranks
 from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.description.config_fields import read_fields, with_layers
-from stable_opd_mcore.placement.hardware import GIB, Cluster
+from stable_opd_mcore.placement.hardware import Cluster
 from stable_opd_mcore.placement.layout import layout_of
 
 PROMPT_TOKENS = 256  # every prompt's; fewer where the window leaves less
@@ -35,19 +34,17 @@ class StageReport:
 
     rank: RankReport
     layers: int | None  # the stage's, where fewer than the config's are rehearsed
-    plan: Plan  # the whole step on the GPU
+    run: PlannedRun  # the whole step on the GPU
 
     @property
     def line(self) -> str:
-        on_gpu, ranks = self.plan.memory, self.plan.run.layout.data
-        sizes = (self.rank.peak_bytes, on_gpu.peak_bytes, on_gpu.usable_bytes)
-        fake, planned, usable = (f"{size / GIB:.1f}" for size in sizes)
+        ranks = self.run.layout.data
         cut = "" if self.layers is None else f" (layers: {self.layers})"
-        idle = ranks - self.plan.run.sequences
+        idle = ranks - self.run.sequences
         idle_ranks = f" ({idle} of {ranks} data-parallel ranks have no sequence)"
         return (
-            f"stage {self.rank.stage}  {self.rank.seconds:5.1f} s  torch's layers{cut} {fake} GiB; "
-            f"on the GPU, by the plan, {planned} of {usable} GiB; {self.waits}  ok"
+            f"stage {self.rank.stage}  {self.rank.seconds:5.1f} s  torch's layers{cut}; "
+            f"{self.waits}  ok"
             f"{idle_ranks if idle > 0 else ''}"
         )
 
@@ -106,9 +103,8 @@ def rehearse_stage(
 
     None: LAYERS_WITH_EXPERTS of a model with experts, and all of others.
     """
-    plan = make_plan(config, cluster, gpu, longest_work(config, read_models(config).student))
-    _require_fit(plan)
-    run, of_stage = with_few_layers(replace(plan.run, config=config), layers)
+    whole = checked_run(config, cluster, gpu, longest_work(config, read_models(config).student))
+    run, of_stage = with_few_layers(replace(whole, config=config), layers)
     run = with_few_prompts(run)
     refuse_unused_expert_ranks(run.config, run.models.student)
     report = rehearse_rank(
@@ -118,7 +114,7 @@ def rehearse_stage(
         prompt_tokens=run.work.prompt_tokens,
         vocab_size=_vocabulary(run),
     )
-    return StageReport(report, of_stage, plan)
+    return StageReport(report, of_stage, whole)
 
 
 def _compare_layers(config: Config, cluster: Cluster, layers: int | None) -> str:
@@ -192,16 +188,6 @@ def with_few_layers(run: PlannedRun, layers: int | None) -> tuple[PlannedRun, in
     return replace(run, config=config, models=read_models(config)), cut
 
 
-def _require_fit(plan: Plan) -> None:
-    if plan.memory.fits:
-        return
-    needed, usable = plan.memory.peak_bytes / GIB, plan.memory.usable_bytes / GIB
-    raise UserError(
-        f"memory does not fit: {needed:.1f} GiB are needed in the {plan.memory.peak_phase} phase, "
-        f"{usable:.1f} GiB of a {plan.run.device.name} are usable: set {plan.remedy}"
-    )
-
-
 def _vocabulary(run: PlannedRun) -> int:
     """Entries of the smallest model."""
     sizes = (run.student, *run.frozen.values())
@@ -212,5 +198,5 @@ def _layers() -> str:
     built = "built and compared with torch's" if te_layers.is_installed() else "not installed"
     return (
         f"Transformer Engine's layers are {built}. They compute on GPUs only: the rehearsed step "
-        "has torch's layers, and the plan for the GPU counts Transformer Engine's"
+        "has torch's layers"
     )

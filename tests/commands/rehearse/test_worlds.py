@@ -52,8 +52,7 @@ def test_the_plan_has_the_memory_of_the_fake_world(tmp_path, monkeypatch, overri
     budget = ("train.micro_batch_tokens=8448", "train.recompute=full")
     config = cases.config_7b(tmp_path, *budget, *overrides)
     report = rehearse_stage(config, Cluster(1, 8, 1), "h200", stage)
-    assert report.plan.memory.fits
-    rehearsed = with_few_prompts(replace(report.plan.run, config=config))
+    rehearsed = with_few_prompts(replace(report.run, config=config))
     plan = stage_plan(rehearsed, stage)
     held = [item for item in plan.components if not item.name.startswith(NOT_TENSORS_HERE)]
     planned = replace(plan, components=tuple(held)).peak_bytes
@@ -94,10 +93,6 @@ MISTAKES = {  # config, trainer nodes, server nodes, settings -> what the refusa
         ("stable_opd_7b", 3, 1, "parallel.pipeline=3", "parallel.tensor=1", NO_SEQUENCE),
         "28 layers do not divide into parallel.pipeline=3",
     ),
-    "memory does not fit": (
-        ("stable_opd_7b", 1, 1, "parallel.tensor=1", NO_SEQUENCE),
-        r"memory does not fit: \d+\.\d GiB are needed .* 135.0 GiB of a h200 are usable: set train",
-    ),
     "a micro-batch is less than a sequence": (
         ("stable_opd_7b", 1, 0, "train.micro_batch_tokens=4096"),
         r"train.micro_batch_tokens=4096 .* 256 prompt tokens .*=8192.* set .*=8448 or more",
@@ -133,7 +128,7 @@ def test_worlds_that_are_not_divided_are_skipped_and_said():
     config = load_config(CONFIGS / "smoke_cpu.yaml", ["parallel.tensor=2", "parallel.pipeline=2"])
     clusters = [Cluster(1, 2), Cluster(1, 4)]
     assert rehearse_worlds([config], clusters, "h200", lines.append, layers=1)
-    assert all("torch's layers (layers: 1) " in line for line in lines[2:])  # the teacher has two
+    assert all("torch's layers (layers: 1); " in line for line in lines[2:])  # the teacher has two
     assert "1 x 2 h200  skipped: " in lines[1]
     assert "= 4 does not divide 2" in lines[1]
     assert [line.rpartition("  ")[2] for line in lines[2:]] == ["ok", "ok"]  # two stages
