@@ -20,6 +20,7 @@ from stable_opd_mcore.planning.known_models import models_in_trainer
 from stable_opd_mcore.rollout.build_engine import build_engine, embedded_engine, training_sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.sglang.group import prepare_nccl
+from stable_opd_mcore.rollout.sglang.server_setup import refuse_expandable_segments
 from stable_opd_mcore.run_inputs import (
     configured_architecture,
     episode_template,
@@ -34,7 +35,13 @@ from stable_opd_mcore.train.student import Student
 
 
 def start_configured_world(config: Config) -> World:
-    """Start the config's world, after the settings that torch and NCCL read as they start."""
+    """Start the config's world, after the settings that torch and NCCL read as they start.
+
+    Raises:
+        UserError: see `start_world` and `refuse_expandable_segments`.
+    """
+    if torch.cuda.is_available():
+        refuse_expandable_segments(config)
     if config.train.deterministic:
         make_deterministic()
     prepare_nccl(config)
