@@ -22,6 +22,8 @@ INSTALLED := .venv/.installed
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@test -z "$(wildcard .venv/lib/python3*/site-packages/transformer_engine*)" || \
+		{ echo "refused: .venv is a cluster's (it has Transformer Engine), and this would install another torch. Use another checkout"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python >= 3.11 is needed; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || \
