@@ -79,6 +79,8 @@ def unusable_gpus(driver: Driver, torch: str, torch_cuda: str, reason: str) -> s
     remedy = "`dmesg | grep -i nvrm` has the driver's errors"
     if _FABRIC_MANAGER in reason:
         remedy = "start it: systemctl start nvidia-fabricmanager"
+    elif visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        remedy = f"CUDA_VISIBLE_DEVICES={visible} may hide them: unset it, or request GPUs"
     return f"{found}, and torch {torch} for CUDA {torch_cuda} can use none: {reason}; {remedy}"
 
 

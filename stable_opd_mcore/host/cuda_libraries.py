@@ -51,7 +51,7 @@ class Report:
 
 def library_folders(python: str) -> list[Path]:
     """Folders of CUDA's libraries in the environment of an interpreter, which is not started."""
-    home = Path(python).absolute().parents[1]  # the venv's: links are not followed
+    home = Path(python).absolute().parent.parent  # the venv's: links are not followed
     return sorted(home.glob("lib/python3*/site-packages/nvidia/*/lib"))
 
 
@@ -167,7 +167,10 @@ def _torch() -> dict[str, str | int]:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda"):
         return {}
-    facts = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda or "")}
+    facts: dict[str, str | int] = {
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda or ""),
+    }
     if torch.cuda.is_available():
         return facts | {"num_gpus": torch.cuda.device_count()}
     return facts | {"no_gpu_reason": no_gpu_reason(torch)}

@@ -46,10 +46,14 @@ def test_a_machine_without_gpus_has_no_driver(tmp_path, monkeypatch):
         (NEW, "13.0", "out of memory", ["can use none: out of memory; `dmesg"]),
     ],
 )  # fmt: skip
-def test_both_releases_and_the_remedy_are_named(driver, torch_cuda, reason, words):
+def test_both_releases_and_the_remedy_are_named(driver, torch_cuda, reason, words, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     line = unusable_gpus(driver, "2.14.1", torch_cuda, reason)
     assert "\n" not in line
     assert all(word in line for word in words), line
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
+    names_variable = "=NoDevFiles may hide" in unusable_gpus(driver, "2.14.1", torch_cuda, reason)
+    assert names_variable == ("dmesg" in line)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPUs")
