@@ -25,6 +25,8 @@ install: $(INSTALLED)
 # pip takes the versions of the dependency group `dev` as constraints.
 CONSTRAINTS := .venv/constraints.txt
 $(INSTALLED): pyproject.toml
+	@test -z "$(wildcard .venv/lib/python3*/site-packages/transformer_engine*)" || \
+		{ echo "refused: .venv is a cluster's (it has Transformer Engine), and this would install another torch. Use another checkout"; exit 1; }
 	@$(PYTHON) tools/check_python.py make $(MAKECMDGOALS)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"]))' > $(CONSTRAINTS)

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import COLLECTIVE_TIMEOUT_MINUTES
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.cuda_driver import refuse_unused_gpus
 from stable_opd_mcore.parallel.rendezvous import is_launched, launcher_number, meet
 
 Object = TypeVar("Object")
@@ -126,7 +127,7 @@ def start_world(
     Raises:
         UserError: the grid does not divide the number of ranks, or expert those of a stage; a
             launcher's variable is unusable; a rank did not start, or with other `settings` (see
-            `meet`).
+            `meet`); there are GPUs that torch cannot use.
         RuntimeError: a world of another layout is started; call stop_world() first.
     """
     global _layout
@@ -308,6 +309,8 @@ def _join(settings: Mapping[str, Any]) -> torch.device:
         # torch would end a rank whose NCCL thread stands still for 8 minutes, before the watchdog
         seconds = str(int(_TIMEOUT.total_seconds()))
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", seconds)
+    else:
+        refuse_unused_gpus()
     if not dist.is_initialized():
         backend = "nccl" if on_gpu else "gloo"
         if is_launched():

@@ -114,6 +114,7 @@ OF_A_RUN: Checks = {
     "engines": (
         engines.student_servers_key,
         engines.teacher_servers_key,
+        engines.allocator,
         engines.stored_rollouts,
         engines.trackers,
     ),

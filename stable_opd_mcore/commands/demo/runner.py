@@ -99,6 +99,7 @@ def run_jobs(jobs: Sequence[Job]) -> None:
     not_reported = [job for job in waiting if job.arm]
     running: dict[Future, Job] = {}
     job_bars: dict[str, TaskID] = {}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # its runs are for CPUs, on any machine
     os.environ["OMP_NUM_THREADS"] = "1"  # more threads of the workers would compete for cores
     forks = multiprocessing.get_context("forkserver")
     # The workers import it once.

@@ -20,6 +20,7 @@ import torch
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.host.cuda_driver import refuse_unused_gpus
 from stable_opd_mcore.inputs.loading import configured_architecture
 from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.placement.hardware import GIB
@@ -81,6 +82,8 @@ def _servers_here(
 ) -> tuple[int, int, str]:
     """The number of servers on this machine, their tensor ranks, and cuda or cpu."""
     has_gpus = torch.cuda.is_available()
+    if not has_gpus:
+        refuse_unused_gpus()
     gpus = torch.cuda.device_count() if has_gpus else 0
     memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB if has_gpus else None
     architecture = read_architecture(str(model))

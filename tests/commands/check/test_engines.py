@@ -5,7 +5,10 @@ import pytest
 from stable_opd_mcore.commands.check.checklist import check_config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.inputs.loading import missing_tracker
+from stable_opd_mcore.inputs.run_inputs import Place
+from stable_opd_mcore.placement.hardware import Cluster
 from stable_opd_mcore.rollout.replay import replay_engine
+from stable_opd_mcore.rollout.sglang.server_setup import refuse_expandable_segments
 from stable_opd_mcore.serving.api_key import read_api_key
 from tests.train.runs import tiny_config
 
@@ -16,8 +19,8 @@ def refusal(function, *arguments) -> str:
     return str(caught.value)
 
 
-def errors(config) -> list[str]:
-    return [each.title for each in check_config(config, None).errors]
+def errors(config, place=None) -> list[str]:
+    return [each.title for each in check_config(config, place).errors]
 
 
 def test_keys_of_servers_are_read_before_the_start(tmp_path):
@@ -49,3 +52,19 @@ def test_an_absent_tracker_is_refused_before_the_start(package, value, tmp_path,
     monkeypatch.setattr("stable_opd_mcore.inputs.loading.find_spec", lambda _: None)
     config = tiny_config(tmp_path, "tracked", monitoring={package: value})
     assert str(missing_tracker(package)) in errors(config)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_colocated_servers_cannot_read_is_refused(name, tmp_path, monkeypatch):
+    rollout = {"engine": "sglang", "sglang": {"placement": "colocated"}}
+    fault = {"watchdog_minutes": 60}
+    config = tiny_config(tmp_path, "colocated", rollout=rollout, fault=fault)
+    on_gpu, on_cpu = (Place(Cluster(1, 1), gpu) for gpu in ("h200", "cpu"))
+    monkeypatch.setenv(name, "backend:native")
+    refuse_expandable_segments(config)
+    monkeypatch.setenv(name, "garbage_collection_threshold:0.8,expandable_segments:True")
+    message = refusal(refuse_expandable_segments, config)
+    assert message.endswith(f"remove expandable_segments: unset {name}")
+    assert message in errors(config, on_gpu)
+    assert message not in errors(config, on_cpu)
+    refuse_expandable_segments(tiny_config(tmp_path, "embedded"))
