@@ -73,6 +73,11 @@ class SglangConfig(Section):
     a server's life, then the factors of each version, over HTTP. `merged`: matrices with the
     factors added and rounded, all of them each time. `null`: `adapter`, but `merged` for a student
     with experts or gated delta nets, whose adapters SGLang does not serve in full."""
+    verify: Literal["refuse", "warn"] = "refuse"
+    """What follows where checksums of a server's weights differ from the trainer's after a publish.
+    `refuse`: the weights are sent again, and a run whose servers never have them ends. `warn`: the
+    server samples all the same, and the log and `engine/unverified` say so; for a difference that
+    was looked at and is harmless."""
 
     @property
     def transport(self) -> Literal["distributed", "tensor", "disk"]:
