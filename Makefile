@@ -7,7 +7,7 @@
 #   make rehearse   every shipped config on 1 to 128 nodes, set up, stepped and published without a GPU
 #   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
-#   make gpu     the suite of a Hopper GPU, ten minutes without a network (docs/evidence/gpu.md); GPU_ARGS="--parts kernels loss"
+#   make gpu     the suite of a Hopper GPU, twelve minutes without a network (docs/evidence/gpu.md); GPU_ARGS="--parts kernels loss"
 #   make gpu-bundle   what that suite needs on a machine without a network, in build/gpu-bundle (at most 60 MB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
 #
