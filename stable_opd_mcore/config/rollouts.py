@@ -74,10 +74,8 @@ class SglangConfig(Section):
     factors added and rounded, all of them each time. `null`: `adapter`, but `merged` for a student
     with experts or gated delta nets, whose adapters SGLang does not serve in full."""
     verify: Literal["refuse", "warn"] = "refuse"
-    """What follows where checksums of a server's weights differ from the trainer's after a publish.
-    `refuse`: the weights are sent again, and a run whose servers never have them ends. `warn`: the
-    server samples all the same, and the log and `engine/unverified` say so; for a difference that
-    was looked at and is harmless."""
+    """If a server's checksums differ after a publish. `refuse`: the weights are sent again, until
+    the run ends. `warn`: it samples all the same, counted in `engine/unverified`."""
 
     @property
     def transport(self) -> Literal["distributed", "tensor", "disk"]:
