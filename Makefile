@@ -8,7 +8,7 @@
 #   make resolve  which pins contradict, on Python 3.11 to 3.14, x86-64 and aarch64, for every extra (needs a network)
 #   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
-#   make gpu     the suite of a Hopper GPU, ten minutes without a network (docs/evidence/gpu.md); GPU_ARGS="--parts kernels loss"
+#   make gpu     the suite of a Hopper GPU, twelve minutes without a network (docs/evidence/gpu.md); GPU_ARGS="--parts kernels loss"
 #   make gpu-bundle   what that suite needs on a machine without a network, in build/gpu-bundle (at most 60 MB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
 #

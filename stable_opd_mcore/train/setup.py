@@ -18,6 +18,7 @@ from stable_opd_mcore.inputs.loading import (
     refuse_routing_without_experts,
 )
 from stable_opd_mcore.inputs.run_inputs import Place, RunInputs
+from stable_opd_mcore.models.attention_backend import Batch, attention_lines
 from stable_opd_mcore.models.layers.gated_delta_net import delta_net_engine
 from stable_opd_mcore.models.spec import fp8_engine
 from stable_opd_mcore.parallel.determinism import make_deterministic
@@ -103,6 +104,8 @@ def build_run(
     overlap = models.overlap(teacher, tokenizer.stop_token_ids, teacher_stops)
     served_teacher = models.served_teacher(teacher, overlap)
     heads = models.heads(teacher, reference, overlap and overlap.teacher.scorer)
+    for line in attention_lines([models.student, models.frozen], largest_batch(inputs)):
+        say(line)
     memory = device_memory(config, world, student, models.frozen, heads)
     is_served = served_teacher is not None
     if config.rollout.has_servers:
@@ -134,6 +137,12 @@ def build_run(
         order=prompt_order(config, prompts),
         grader=Grader(rewards=rewards_of(config)),
     )
+
+
+def largest_batch(inputs: RunInputs) -> Batch:
+    """The largest micro-batch, of sequences whose length is at least what may follow a prompt."""
+    longest = int(min(inputs.config.longest_context, inputs.architecture.max_positions))
+    return Batch(max(inputs.config.train.micro_batch_tokens, longest), longest)
 
 
 def _held_out_engine(

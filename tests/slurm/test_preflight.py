@@ -9,8 +9,8 @@ from pathlib import Path
 
 import preflight
 import pytest
-from stable_opd_mcore.checks.node import node_faults
 
+from stable_opd_mcore.commands.check.node import node_faults
 from tests.parallel.launch import start_process
 
 # The trainer's: a torch for CUDA brings it, a CPU build does not.
@@ -30,7 +30,7 @@ def check_node(monkeypatch, tmp_path):
 
     def check(*options: str, name: str = "n1", settings: tuple[str, ...] = (), **variables: str):
         (tmp_path / "token").write_text("7.0\n")
-        if preflight.node_faults is node_faults:  # tests/checks/test_node.py has its cases
+        if preflight.node_faults is node_faults:  # tests/commands/check/test_node.py has its cases
             monkeypatch.setattr(preflight, "node_faults", lambda *_: {})
         monkeypatch.setenv("PATH", "/nowhere")  # hides the nvidia-smi of a machine with GPUs
         for variable, value in variables.items():

@@ -1,6 +1,6 @@
 """Whether this machine can run trainer and servers: driver, toolkit, libraries, compilers.
 
-    .venv/bin/python -m stable_opd_mcore.checks.node          # prints what is wrong, or one line
+    .venv/bin/python -m stable_opd_mcore.commands.check.node     # what is wrong, or "ready"
 
 Each fault is one line that says what is wrong, what was expected and what to do. slurm/preflight.py
 checks every node of a job with the same functions, and `make gpu` its machine. Not here: the health
@@ -177,7 +177,7 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m stable_opd_mcore.checks.node")
+    parser = argparse.ArgumentParser(prog="python -m stable_opd_mcore.commands.check.node")
     parser.add_argument("--servers", default=SglangConfig().python, help="rollout.sglang.python")
     faults = node_faults(True, parser.parse_args().servers, colocated=True)
     driver = None if "driver" in faults else find_driver()

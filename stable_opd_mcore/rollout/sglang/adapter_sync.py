@@ -34,11 +34,15 @@ from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, broadcast_object
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
-from stable_opd_mcore.rollout.sglang.checksums import Checksums, name_on_server
+from stable_opd_mcore.rollout.sglang.checksums import (
+    Checksums,
+    Difference,
+    difference,
+    name_on_server,
+)
 from stable_opd_mcore.rollout.sglang.sync import (
     Outcome,
     abort_all,
-    difference,
     flush,
     push_once,
     reported_checksums,
@@ -75,6 +79,7 @@ class AdapterSync:
     world: World
     dtype: torch.dtype  # the servers'
     bucket_bytes: int
+    tolerant: bool = False  # see `push_once`
 
     def __post_init__(self) -> None:
         # By a server's number of tensor ranks: the checksums of the frozen weights.
@@ -105,6 +110,7 @@ class AdapterSync:
         is_sender = transport is not None and transport.is_sender
         lacking, failed = self._lacking(targets) if is_sender else ([], {})
         num_bytes = 0
+        different: Mapping[str, Difference] = {}
         if broadcast_object(len(lacking), self.world.model_group):
             with base_only(self.chunks):
                 sent = push_once(
@@ -115,15 +121,18 @@ class AdapterSync:
                     label=label,
                     dtype=self.dtype,
                     bucket_bytes=self.bucket_bytes,
+                    tolerant=self.tolerant,
                 )
             failed, num_bytes = failed | sent.failed, sent.num_bytes
+            different = sent.different
             self._frozen |= sent.checksums
         adapter = self._adapter(self.name_of(label), is_sender)
         if adapter is None:
             return Outcome((), {}, 0)
         alive = [target for target in targets if target.name not in failed]
         loaded, refused = ask_all(alive, lambda t: self._load(t, adapter, version))
-        return Outcome(tuple(loaded), failed | refused, num_bytes + adapter.num_bytes)
+        num_bytes += adapter.num_bytes
+        return Outcome(tuple(loaded), failed | refused, num_bytes, different=different)
 
     def _lacking(self, targets: Sequence[Target]) -> tuple[list[Target], dict[str, str]]:
         """The servers that do not hold the frozen weights, and why others do not answer."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from stable_opd_mcore.checks import node
 
+from stable_opd_mcore.commands.check import node
 from stable_opd_mcore.host.cuda_driver import Driver
 from stable_opd_mcore.host.cuda_libraries import Report
 from tests.host.nvidia_smi import write_nvidia_smi
