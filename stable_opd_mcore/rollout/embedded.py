@@ -351,3 +351,13 @@ def _left_padded(contexts: Sequence[tuple[int, ...]], device: torch.device) -> T
     longest = max(map(len, contexts))
     rows = [(0,) * (longest - len(context)) + context for context in contexts]
     return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def sampled_text(chunks: Sequence[torch.nn.Module], world: World, num_tokens: int) -> Rollout:
+    """So many tokens of the model after as many fixed ones, to compare another engine with.
+    Collective over the replica's ranks."""
+    size = unwrap_model(list(chunks))[0].architecture.vocab_size
+    engine = EmbeddedEngine(chunks, world, lambda _: "", vocab_size=size)
+    prompt = Prompt("text", "", tuple(i * size // num_tokens for i in range(num_tokens)))
+    (text,) = engine.generate([prompt], Sampling(max_new_tokens=num_tokens), step=0)
+    return text

@@ -1,4 +1,4 @@
-"""One push of a student's low-rank factors to servers that hold its frozen weights.
+"""Send a student's low-rank factors once to servers that hold its frozen weights.
 
 A server that lacks the frozen weights gets them first, as sync.py sends weights. Their checksums
 are compared before each push, so a server that has started again, or has released its memory, is
@@ -32,8 +32,8 @@ from stable_opd_mcore.models.files.peft_directory import adapter_config, tensor_
 from stable_opd_mcore.models.lora import base_only, form_of, iter_factors
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, broadcast_object
-from stable_opd_mcore.records import Prompt, Rollout, Sampling
-from stable_opd_mcore.rollout.embedded import EmbeddedEngine
+from stable_opd_mcore.records import Rollout
+from stable_opd_mcore.rollout.embedded import sampled_text
 from stable_opd_mcore.rollout.sglang.checksums import (
     Checksums,
     Difference,
@@ -44,8 +44,8 @@ from stable_opd_mcore.rollout.sglang.sync import (
     Outcome,
     abort_all,
     flush,
-    push_once,
     reported_checksums,
+    send_weights,
     stamp,
 )
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport, ask_all
@@ -72,14 +72,14 @@ class _Adapter:
 
 
 @dataclass(eq=False)
-class AdapterSync:
-    """Pushes the factors of these chunks. All ranks of a replica construct it and push together."""
+class FactorSender:
+    """Sends the factors of these chunks. All ranks of a replica construct it and send together."""
 
     chunks: Sequence[Module]
     world: World
     dtype: torch.dtype  # the servers'
     bucket_bytes: int
-    tolerant: bool = False  # see `push_once`
+    tolerant: bool = False  # see `send_weights`
 
     def __post_init__(self) -> None:
         # By a server's number of tensor ranks: the checksums of the frozen weights.
@@ -91,7 +91,7 @@ class AdapterSync:
         """The servers' name of the adapter of a push."""
         return f"{_PREFIX}{self._run}-{label}"
 
-    def push(
+    def send_factors(
         self,
         targets: Sequence[Target],
         transport: Transport | None,
@@ -104,7 +104,7 @@ class AdapterSync:
         Collective over the replica's ranks. The sender's outcome counts.
 
         Args:
-            transport: how frozen weights travel; see `push_once`.
+            transport: how frozen weights travel; see `send_weights`.
             label: unique to this push.
         """
         is_sender = transport is not None and transport.is_sender
@@ -113,7 +113,7 @@ class AdapterSync:
         different: Mapping[str, Difference] = {}
         if broadcast_object(len(lacking), self.world.model_group):
             with base_only(self.chunks):
-                sent = push_once(
+                sent = send_weights(
                     self.chunks,
                     lacking,
                     transport,
@@ -153,7 +153,8 @@ class AdapterSync:
                 matrix = name_on_server(matrix, architecture)
                 tensors[tensor_name(matrix, "A")] = self._on_host(a_RI)
                 tensors[tensor_name(matrix, "B")] = self._on_host(b_OR)
-        text = self._sampled_text()
+        # With the weights that are sent, and collective as they are.
+        text = sampled_text(self.chunks, self.world, _TEXT_TOKENS)
         if not is_sender:
             return None
         body = {
@@ -167,15 +168,6 @@ class AdapterSync:
 
     def _on_host(self, factor: Tensor) -> Tensor:
         return factor.to("cpu", self.dtype, copy=True).contiguous()
-
-    def _sampled_text(self) -> Rollout:
-        """A few tokens of the student in the trainer, with the weights that are sent. Collective
-        over the replica's ranks."""
-        size = architecture_of(self.chunks).vocab_size
-        engine = EmbeddedEngine(self.chunks, self.world, lambda _: "", vocab_size=size)
-        prompt = Prompt("adapter", "", tuple(i * size // _TEXT_TOKENS for i in range(_TEXT_TOKENS)))
-        (text,) = engine.generate([prompt], Sampling(max_new_tokens=_TEXT_TOKENS), step=0)
-        return text
 
     def _load(self, target: Target, adapter: _Adapter, version: int) -> None:
         """Replace the server's adapter, compare its answer and stamp the version. Raises

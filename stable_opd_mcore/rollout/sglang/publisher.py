@@ -25,11 +25,11 @@ from stable_opd_mcore.placement.topology import (
     sends_adapter,
     server_dtype,
 )
-from stable_opd_mcore.rollout.sglang.adapter_sync import AdapterSync
+from stable_opd_mcore.rollout.sglang.adapter_sync import FactorSender
 from stable_opd_mcore.rollout.sglang.checksums import Difference
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
 from stable_opd_mcore.rollout.sglang.server_values import Suspect, compare_values
-from stable_opd_mcore.rollout.sglang.sync import Outcome, push_once
+from stable_opd_mcore.rollout.sglang.sync import Outcome, send_weights
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport
 from stable_opd_mcore.serving.client import SglangClient
 
@@ -73,7 +73,7 @@ def _joined(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
 
 @dataclass(eq=False)
 class Publisher:
-    """Publishes this run's weights. Fields: see `SglangEngine`."""
+    """Delivers this run's weights to its servers. Fields: see `SglangEngine`."""
 
     config: Config
     world: World
@@ -87,9 +87,9 @@ class Publisher:
         self._tolerant = self.config.rollout.sglang.verify == "warn"
         self._compared: set[tuple[str, str]] = set()  # servers, and parameters that differed there
         self._dtype: torch.dtype = getattr(torch, server_dtype(self.config))
-        self._adapters: AdapterSync | None = None
+        self._adapters: FactorSender | None = None
         if sends_adapter(self.config, architecture_of(self.chunks)):
-            self._adapters = AdapterSync(
+            self._adapters = FactorSender(
                 self.chunks, self.world, self._dtype, WEIGHT_BUCKET_BYTES, self._tolerant
             )
         elif self.config.student.lora and self._dtype != torch.float32 and self.world.rank == 0:
@@ -99,7 +99,7 @@ class Publisher:
                 "how far the sampler lags behind the student"
             )
 
-    def publish(self, version: int, *, resent: bool) -> tuple[str | None, int]:
+    def deliver(self, version: int, *, resent: bool) -> tuple[str | None, int]:
         """Send until every server has the weights or some fleet is lost. Collective.
 
         Returns:
@@ -152,7 +152,7 @@ class Publisher:
             if self.config.is_colocated:
                 self.memory.bring("student")
             targets = [status for status in statuses if is_sender and status.sender == sender]
-            result = self._push_from(targets, self.transport if is_sender else None, version)
+            result = self._send(targets, self.transport if is_sender else None, version)
             outcome |= dict.fromkeys(result.verified) | result.failed
             different |= result.different
             num_bytes += result.num_bytes
@@ -190,14 +190,14 @@ class Publisher:
                 values |= compare_values(self.chunks, own, folder, self._dtype)
         return _joined(gather_objects(values))
 
-    def _push_from(
+    def _send(
         self, targets: Sequence[Target], transport: Transport | None, version: int
     ) -> Outcome:
         """Send these servers the version, from this replica."""
         label = self._label(version)
         if self._adapters is not None:
-            return self._adapters.push(targets, transport, version=version, label=label)
-        return push_once(
+            return self._adapters.send_factors(targets, transport, version=version, label=label)
+        return send_weights(
             self.chunks,
             targets,
             transport,

@@ -1,4 +1,4 @@
-"""One push: send the trainer's weights to the servers and verify them there.
+"""Send the trainer's weights to the servers once, and verify them there.
 
 Whole tensors are sent in buckets (models.weights gathers them over tensor and pipeline ranks), so
 no second copy of the model exists. The order matters, because a server may die at any point:
@@ -54,7 +54,7 @@ class Outcome:
     different: Mapping[str, Difference] = field(default_factory=dict)  # by server
 
 
-def push_once(
+def send_weights(
     chunks: Sequence[Module],
     targets: Sequence[Target],
     transport: Transport | None,

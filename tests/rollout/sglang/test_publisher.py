@@ -60,7 +60,7 @@ def publish_on_two_ranks(rank: int, _: int, urls: list[str], method: str, folder
     for version in range(2):
         if rank == 1:
             fleet.weights_outdated(members[0])  # a shared one still counts as ready on rank 0
-        lost, num_bytes = publisher.publish(version, resent=False)
+        lost, num_bytes = publisher.deliver(version, resent=False)
         assert [member.state for member in members] == ["ready"] * len(members)
         sends = rank == 1 or version == 0 if method == "tensor" else rank == 0
         assert (num_bytes > 0, lost) == (sends, None)
@@ -120,7 +120,7 @@ def test_weights_are_sent_again_until_they_arrive_or_the_attempts_are_used_up(
             return Outcome(("server_0",), {}, 10)
         return Outcome((), {"server_0": "lost"}, 10)
 
-    monkeypatch.setattr(publisher_module, "push_once", push)
+    monkeypatch.setattr(publisher_module, "send_weights", push)
     config = run_with(rollout={"engine": "sglang"}, student={"architecture": {}})
     chunks = build_model(read_architecture(FIELDS), world, precision="fp32", trainable=False)
     events = tmp_path / "events.jsonl"
@@ -128,7 +128,7 @@ def test_weights_are_sent_again_until_they_arrive_or_the_attempts_are_used_up(
         member = Member("server_0", SglangClient(url), None, state="needs_weights")
         fleet = FailingFleet(member, events, restarts)
         publisher = Publisher(config, world, chunks, fleet, TensorTransport(1.0), DeviceMemory())
-        lost, num_bytes = publisher.publish(4, resent=False)
+        lost, num_bytes = publisher.deliver(4, resent=False)
     assert pushed == [f"4-{number}" for number in range(1, pushes + 1)]
     assert (fleet.given_up, num_bytes) == (given_up, 10 * pushes)
     named = [json.loads(line)["event"] for line in events.read_text().splitlines()]
@@ -167,9 +167,9 @@ def test_a_checksum_that_differs_is_explained_by_values(world, tmp_path, verify,
         member = Member("server_0", SglangClient(url), None, state="needs_weights")
         fleet = LostFleet([member], EventLog(tmp_path / "events.jsonl"))
         publisher = Publisher(config, world, chunks, fleet, TensorTransport(60.0), DeviceMemory())
-        lost, _ = publisher.publish(1, resent=False)
+        lost, _ = publisher.deliver(1, resent=False)
         fleet.weights_outdated(member)
-        lost = lost or publisher.publish(2, resent=False)[0]
+        lost = lost or publisher.deliver(2, resent=False)[0]
     counted = fleet.events.take_metrics().values_by_key()["engine/unverified"]
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     if verify == "warn":
