@@ -21,6 +21,7 @@ from benchmarks.gpu.inputs import PROMPT_WORDS, config_of, qwen2, write_inputs
 from benchmarks.plan_memory import HOST, resident_bytes, restart_peak
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.parallel.world import start_world
 from stable_opd_mcore.planning.hardware import DEVICES, GIB, Cluster, Device
@@ -96,7 +97,7 @@ class FixedLengthEngine(RolloutEngine):
                 sample_index=index,
                 token_ids=draw.integers(3, self._vocab, length, dtype=np.int32),
                 rollout_logprobs=np.zeros(length, np.float32),
-                finish_reason="length",
+                finish_reason=Ending.LENGTH,
                 weight_version=self.weight_version,
             )
             for prompt in prompts

@@ -14,6 +14,7 @@ import numpy as np
 from stable_opd_mcore.checks.pair import EXAMPLE
 from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.episodes import Episode
@@ -24,7 +25,7 @@ _SECONDS = 60.0  # then the student gets no further turn
 
 @dataclass(frozen=True)
 class Example:
-    """An episode. Its finish reason is "abort" if it took too long."""
+    """An episode. It is open if it took too long."""
 
     function: str  # of the environment
     rollout: Rollout
@@ -35,15 +36,16 @@ class Example:
         """How many turns and tokens it had, and what ended it."""
         rollout = self.rollout
         ending = {
-            "stop": f"returned {rollout.reward}",
-            "length": "cut by max_turns or the window" if self.failure is None else "failed",
-            "abort": f"cut after {_SECONDS:.0f} s",
-        }
+            Ending.STOP: f"returned {rollout.reward}",
+            Ending.TURNS: "cut by environment.max_turns",
+            Ending.WINDOW: "cut where the window is full",
+            Ending.OPEN: f"cut after {_SECONDS:.0f} s",
+        }.get(rollout.finish_reason, str(rollout.finish_reason))
         turns = [turn for turn in rollout.turns if turn.num_tokens]
         observed = sum(len(turn.before) for turn in turns)
         return (
             f"environment  {self.function}: {len(turns)} turns, {len(rollout.token_ids)} sampled "
-            f"and {observed} observed tokens; {ending[rollout.finish_reason]}"
+            f"and {observed} observed tokens; {ending}"
         )
 
 
@@ -71,7 +73,7 @@ def play_episode(
         while not episode.is_ended and time.monotonic() < end:
             if episode.is_open:
                 said = whole[: episode.budget(sampling, window)]
-                reason = "stop" if len(said) == len(whole) else "length"
+                reason = Ending.STOP if len(said) == len(whole) else Ending.LENGTH
                 no_logprobs = np.zeros(len(said), np.float32)
                 episode = episode.with_tokens(said, no_logprobs, reason, 0, text=EXAMPLE)
             else:

@@ -34,9 +34,11 @@ _BEFORE_MARK = ("", "<think>\n1\n</think>\n\n", "Hm. ")  # templates parse an as
 class Observed:
     """What the student reads before its next turn."""
 
-    token_ids: tuple[int, ...]
-    text: str  # what was encoded; in `append` it begins with the end of the turn before
+    token_ids: tuple[int, ...] = ()
+    text: str = ""  # token_ids, decoded; in `append` it begins with the end of the turn before
     restarts: bool = False  # token_ids are a whole context that does not extend the one before
+    # With environment.history=template: the messages that the context renders now
+    conversation: tuple[Message, ...] = ()
 
 
 class Bridge:

@@ -93,7 +93,9 @@ def start_user_code(
     logging.disable(logging.WARNING)
     warm_up()
     signal.setitimer(signal.ITIMER_REAL, _LOADING_SECONDS)  # it ends the process
-    loaded = {name: function.load() for name, function in functions.items()}
+    loaded = {
+        name: function.load(stays=len(functions) == 1) for name, function in functions.items()
+    }
     signal.setitimer(signal.ITIMER_REAL, 0)
     gc.freeze()  # collections need not visit the objects of what was imported
     gc.set_threshold(50_000)

@@ -133,6 +133,7 @@ def training_sampling(
     config: Config, stop_token_ids: Sequence[int], *, scored: bool = False
 ) -> Sampling:
     """The sampling settings of a training step's rollouts; `scored`: a served teacher scores."""
+    start, steps = config.sampling.horizon_start, config.sampling.horizon_steps
     return Sampling(
         temperature=config.sampling.temperature,
         top_p=config.sampling.top_p,
@@ -141,4 +142,5 @@ def training_sampling(
         stop_token_ids=tuple(stop_token_ids),
         seed=config.train.seed,
         scored=scored,
+        horizon=None if start is None or steps is None else (start, steps),
     )
