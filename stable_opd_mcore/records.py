@@ -202,6 +202,7 @@ class Rollout(_WithArrays):
     segments: tuple[Segment, ...] = ()
     teacher_scores: SequenceScores | None = None  # None: no server has scored it
     turns: tuple[Turn, ...] = ()  # L tokens together, in order; not given: one turn
+    seed: int | None = None  # of its environment's world; None: it has no environment
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,6 +211,12 @@ class Rollout(_WithArrays):
             object.__setattr__(self, "segments", whole)
         if not self.turns:
             object.__setattr__(self, "turns", (self._only_turn,))
+
+    @property
+    def problem(self) -> str:
+        """What the student read first: its environment may have put it in the row's place."""
+        first = self.turns[0]
+        return first.observed if first.restarts else self.prompt.text
 
     @property
     def has_one_turn(self) -> bool:

@@ -6,8 +6,10 @@
 It runs the user's function in a process of its own, as training does.
 """
 
+from __future__ import annotations
+
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,6 +33,11 @@ class Example:
     rollout: Rollout
     roles: frozenset[str]  # of the messages that continued a context
     failure: str | None  # why the environment failed; None: it did not
+    setting: str = "data.train"  # or data.eval, which has the row
+
+    def of(self, setting: str) -> Example:
+        """The same, of a row of this setting."""
+        return replace(self, setting=setting)
 
     def line(self) -> str:
         """How many turns and tokens it had, and what ended it."""
@@ -44,7 +51,8 @@ class Example:
         turns = [turn for turn in rollout.turns if turn.num_tokens]
         observed = sum(len(turn.before) for turn in turns)
         return (
-            f"environment  {self.function}: {len(turns)} turns, {len(rollout.token_ids)} sampled "
+            f"environment  {self.function}, {self.setting} row "
+            f"{rollout.prompt.prompt_id}: {len(turns)} turns, {len(rollout.token_ids)} sampled "
             f"and {observed} observed tokens; {ending}"
         )
 

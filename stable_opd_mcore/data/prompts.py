@@ -202,11 +202,13 @@ class PromptSet:
         index = next(several, None)
         return None if index is None else self[index]
 
-    def first_in(self, environment: str) -> Prompt | None:
-        """The first prompt that this environment plays; None without one."""
-        theirs = (i for i, row in enumerate(self._rows) if row.environment == environment)
-        index = next(theirs, None)
-        return None if index is None else self[index]
+    def first_played(self) -> list[Prompt]:
+        """The first prompt of each source whose rows an environment plays."""
+        first: dict[str, int] = {}
+        for index, row in enumerate(self._rows):
+            if row.environment is not None:
+                first.setdefault(row.row_id.rpartition(":")[0], index)
+        return [self[index] for index in first.values()]
 
     def roles_between(self) -> set[str]:
         """Roles of the messages between two golden turns of any row."""

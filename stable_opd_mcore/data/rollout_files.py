@@ -87,6 +87,7 @@ class _RolloutColumns(_Columns):
     token_ids: list[TokenId] = Field(alias="response_token_ids")
     rollout_logprobs: list[_Float32]
     segments: list[_Segment] | None = None  # where weights of several versions sampled it
+    seed: int | None = None  # where an environment plays it
     turns: list[_Turn] | None = None  # where it is more than one response to its prompt
 
 
@@ -142,6 +143,8 @@ def encode_rollout(rollout: Rollout) -> bytes:
         del row["segments"]
     if rollout.has_one_turn:
         del row["turns"]
+    if rollout.seed is None:
+        del row["seed"]
     if prompt.max_new_tokens is None:
         del row["max_new_tokens"]
     return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)

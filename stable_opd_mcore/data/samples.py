@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stable_opd_mcore.config.objectives import TokenMasksConfig
 from stable_opd_mcore.data.repetition import min_loop_tokens, tail_loop
 from stable_opd_mcore.endings import Ending
-from stable_opd_mcore.records import Prompt, Rollout, Sample, Turn
+from stable_opd_mcore.records import Prompt, Rollout, Sample, Segment, Turn
 
 _NO_MASKS = TokenMasksConfig()
 
@@ -44,9 +44,27 @@ def rollout_samples(
     prompt has none, decides how long a loop must be."""
     return [
         sample
-        for rollout in rollouts
+        for rollout in map(_without_failed_turns, rollouts)
         for sample in context_samples(rollout, *_marks(rollout, masks, max_new_tokens))
     ]
+
+
+def _without_failed_turns(rollout: Rollout) -> Rollout:
+    """The rollout; without tokens if its environment failed, which the student did not cause: it
+    then has no loss, and its reward is no part of a group."""
+    if rollout.finish_reason != Ending.FAILED:
+        return rollout
+    nothing = np.empty(0)
+    turns, segments = (Turn(0, Ending.FAILED),), (Segment(0, rollout.weight_version),)
+    return replace(
+        rollout,
+        token_ids=nothing,
+        rollout_logprobs=nothing,
+        turns=turns,
+        segments=segments,
+        routed_experts=None,
+        teacher_scores=None,
+    )
 
 
 def context_samples(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
@@ -125,6 +126,7 @@ def build_interaction(
         config.data.system_prompt,
         architecture_of(chunks).max_positions,
         teacher_tokenizer,
+        config.run.files.environments / f"rank_{dist.get_rank()}",
         progress,
     )
 

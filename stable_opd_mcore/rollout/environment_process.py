@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.host.user_code import UserFunction
@@ -19,6 +20,7 @@ from stable_opd_mcore.serving.channel import send_message
 
 _MODULE = "stable_opd_mcore.rollout.environment_worker"
 _LONGEST_START_SECONDS = 180.0  # the process itself limits the import of the user's file
+_LARGEST_LOG_BYTES = 16 * 2**20  # of a file to which another process appends
 _CLOSING_SECONDS = 10.0  # the process itself takes half of it
 _SAME_HASHES = {"PYTHONHASHSEED": "0"}  # sets have the same order in each process
 
@@ -34,8 +36,20 @@ class EnvironmentFailure(Exception):
 class EnvironmentProcess:
     """A process that starts now; `load` waits for it. One thread uses it; others may `kill` it."""
 
-    def __init__(self, function: UserFunction, timeout_seconds: float, memory_gib: float) -> None:
-        self._function = function
+    def __init__(
+        self,
+        function: UserFunction,
+        timeout_seconds: float,
+        memory_gib: float,
+        log: Path | None = None,
+    ) -> None:
+        """log: the file to which it appends what the episodes print and raise; None: nowhere."""
+        self._function, self._log = function, os.devnull
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            if log.is_file() and log.stat().st_size > _LARGEST_LOG_BYTES:
+                log.replace(log.with_suffix(".old.log"))
+            self._log = str(log)
         self._timeout_seconds, self._memory_gib = timeout_seconds, memory_gib
         self._killing = threading.Lock()
         self._process, self._channel = start_process(_MODULE, _SAME_HASHES, leads_group=True)
@@ -51,7 +65,8 @@ class EnvironmentProcess:
             EnvironmentFailure: the episode failed, or the process, which has ended then.
         """
         self._set_limit(_LONGEST_START_SECONDS)
-        self._exchange((self._function, self._memory_gib, 2 * self._timeout_seconds + 10))
+        orphan_seconds = 2 * self._timeout_seconds + 10
+        self._exchange((self._function, self._memory_gib, orphan_seconds, self._log))
         self._set_limit(self._timeout_seconds)
 
     def open(self, number: int, row: Any, seed: int) -> Answer:

@@ -24,6 +24,8 @@ from stable_opd_mcore.host.worker_processes import start_user_code
 from stable_opd_mcore.serving.channel import receive_message
 
 if TYPE_CHECKING:
+    from io import TextIOWrapper
+
     from stable_opd_mcore.records import GradingFailure
 
 MAX_CHARACTERS = 1_000_000  # of one message; its middle is cut out of a longer one
@@ -128,6 +130,7 @@ class Generators:
         except InvalidValueError as error:
             failed = Answer(reward=0.0, failure="invalid", reason=str(error))
         except Exception as error:  # the user's code may raise anything
+            traceback.print_exc()  # to the log
             failed = Answer(reward=0.0, failure="crash", reason=self._described(error))
         except BaseException:
             os._exit(1)
@@ -211,10 +214,11 @@ def main(file: int) -> None:
     which keeps the limit, must be gone.
     """
     channel = Connection(file)
-    function, memory_gib, orphan_seconds = cast(
-        "tuple[UserFunction, float, float]", receive_message(channel)
+    function, memory_gib, orphan_seconds, log = cast(
+        "tuple[UserFunction, float, float, str]", receive_message(channel)
     )
-    loaded = start_user_code({"": function}, memory_gib)[""]
+    loaded = start_user_code({"": function}, memory_gib, log=log)[""]
+    cast("TextIOWrapper", sys.stdout).reconfigure(line_buffering=True)
     generators = Generators(loaded, function.path)
     _answer(channel, Answer())  # ready
     while True:

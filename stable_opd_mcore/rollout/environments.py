@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -117,6 +118,8 @@ class EnvironmentPool:
         workers: number of processes; each holds many episodes.
         timeout_seconds: limit of one answer.
         memory_gib: address space of a process.
+        logs: the beginning of the path of each worker's file of what its episodes print and raise;
+            None: there is none.
         progress: called after each answer, in a worker's thread, even if it failed.
     """
 
@@ -127,6 +130,7 @@ class EnvironmentPool:
         timeout_seconds: float = 60.0,
         memory_gib: float = 4.0,
         progress: Callable[[], None] = lambda: None,
+        logs: Path | None = None,
     ) -> None:
         assert workers > 0 and timeout_seconds > 0 and memory_gib > 0
         self._function, self._progress = function, progress
@@ -139,7 +143,10 @@ class EnvironmentPool:
         # Processes are replaced at different times, so that some worker always takes episodes.
         limits = (_EPISODES_PER_PROCESS * (1 + place / workers) for place in range(workers))
         new_process = partial(EnvironmentProcess, function, timeout_seconds, memory_gib)
-        self._workers = [_Worker(new_process, int(limit)) for limit in limits]
+        self._workers = [
+            _Worker(partial(new_process, logs and Path(f"{logs}_worker_{number}.log")), int(limit))
+            for number, limit in enumerate(limits)
+        ]
 
     def open(
         self, key: Hashable, row: Mapping[str, Any], seed: int, is_counted: bool = True

@@ -10,12 +10,14 @@ evaluation's are the same every time.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from stable_opd_mcore.config.environments import EnvironmentConfig
@@ -25,7 +27,7 @@ from stable_opd_mcore.data.messages import Message, with_system
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.metrics import Metrics, Sum
-from stable_opd_mcore.records import Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.environment_worker import Answer
 from stable_opd_mcore.rollout.environments import EnvironmentPool
 from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
@@ -59,6 +61,9 @@ class Interaction:
     system_prompt: str | None = None  # data.system_prompt
     window: int = 0  # the most tokens that the student reads
     teacher_tokenizer: Tokenizer | None = None  # of a teacher with a chat template of its own
+    logs: Path | None = (
+        None  # the beginning of the paths of the workers' files; see EnvironmentPool
+    )
     progress: Callable[[], None] = lambda: None  # called whenever an environment has answered
 
     def __post_init__(self) -> None:
@@ -91,10 +96,11 @@ class Interaction:
             last = episode.turns[-1]
             answer = pool.say(asked.key, last.text, truncated=last.finish_reason == Ending.LENGTH)
         else:
-            # Generators of random numbers take seeds from 0 up to this.
-            world = row_key(sampling.seed, step, prompt.prompt_id, 0) & _LARGEST_SEED
-            is_training = sampling.training_step is not None
-            answer = pool.open(asked.key, dict(prompt.columns or {}), world, is_training)
+            seed, is_training = (
+                world_seed(prompt, sampling, step),
+                sampling.training_step is not None,
+            )
+            answer = pool.open(asked.key, dict(prompt.columns or {}), seed, is_training)
         answer.add_done_callback(partial(self._answered, asked, seen))
         return seen
 
@@ -125,7 +131,9 @@ class Interaction:
         if name not in self._pools:
             settings = self.environments[name]
             limits = settings.workers, settings.timeout_seconds, settings.memory_gib
-            self._pools[name] = EnvironmentPool(settings.read(), *limits, progress=self.progress)
+            logs = self.logs and self.logs.with_name(f"{self.logs.name}{_in_a_path(name)}")
+            pool = EnvironmentPool(settings.read(), *limits, progress=self.progress, logs=logs)
+            self._pools[name] = pool
         return self._pools[name]
 
     def _close(self, name: str, key: Hashable) -> None:
@@ -148,7 +156,7 @@ class Interaction:
 
     def _what_follows(self, asked: _Asked, answer: Answer) -> Observed | End:
         if answer.failure is not None:
-            self.first_failure = self.first_failure or answer.reason
+            self._note_failure(asked, answer.reason)
             return End(Ending.FAILED, answer.reward, answer.failure)
         if answer.is_last:
             return End(Ending.STOP, answer.reward)
@@ -167,12 +175,18 @@ class Interaction:
         if length < self.window:
             return observed
         if observed.restarts:  # no turn of the student is the cause
-            self.first_failure = self.first_failure or (
+            self._note_failure(
+                asked,
                 f"what it yielded as a new context has {length} tokens, and the student reads "
-                f"{self.window}"
+                f"{self.window}",
             )
             return End(Ending.FAILED, 0.0, "invalid")
         return End(Ending.WINDOW, 0.0)
+
+    def _note_failure(self, asked: _Asked, reason: str) -> None:
+        self.first_failure = self.first_failure or (
+            f"row {asked.episode.prompt.prompt_id}: {reason}"
+        )
 
     def _encoded(self, asked: _Asked, answer: Answer, settings: EnvironmentConfig) -> Observed:
         """An answer's messages as token ids. Before the first turn, None stands for the prompt.
@@ -232,6 +246,27 @@ class Interaction:
     def _decoded(self, token_ids: Sequence[int]) -> str:
         assert self.tokenizer is not None
         return self.tokenizer.decode(token_ids)
+
+
+def world_seed(prompt: Prompt, sampling: Sampling, step: int) -> int:
+    """The seed of a prompt's episodes in a step. Generators of random numbers take one from 0 up to
+    `_LARGEST_SEED`."""
+    return row_key(sampling.seed, step, prompt.prompt_id, 0) & _LARGEST_SEED
+
+
+def with_seeds(rollouts: Sequence[Rollout], sampling: Sampling, step: int) -> list[Rollout]:
+    """The rollouts, those of an environment with the seed of their world."""
+    return [
+        each
+        if each.prompt.environment is None
+        else replace(each, seed=world_seed(each.prompt, sampling, step))
+        for each in rollouts
+    ]
+
+
+def _in_a_path(name: str) -> str:
+    """A source's name as the part of a file's name; "" for the run's own environment."""
+    return name and f"_{re.sub(r'[^A-Za-z0-9.-]+', '_', name)}"
 
 
 def _key(episode: Episode, sampling: Sampling, step: int) -> Hashable:

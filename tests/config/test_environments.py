@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from stable_opd_mcore.checks.input_hashes import write_inputs
+from stable_opd_mcore.checks.input_hashes import changed_inputs, write_inputs
 from stable_opd_mcore.config.changes import changes, read_settings
 from stable_opd_mcore.config.cold_start import cold_start_config
 from stable_opd_mcore.config.environments import EnvironmentConfig
@@ -166,6 +166,12 @@ def test_a_run_keeps_the_file_of_its_environment_which_gets_all_columns(tmp_path
     )
     assert [row.columns and row.columns["game"] for row in load_sources(config)] == [None, "g"]
     write_inputs(config)
-    assert [path.name for path in config.run.files.own_code.iterdir()] == [
-        "data.train.1.environment.function.py"
-    ]
+    kept, name = config.run.files.own_code, "data.train.1.environment.function"
+    assert [path.name for path in kept.iterdir()] == [f"{name}.py"]
+    assert changed_inputs(config) == {}
+    Path("rules.py").write_text("N = 1")
+    Path("envs.py").write_text("import rules\n" + Path("envs.py").read_text())
+    write_inputs(config)
+    assert (kept / name / "rules.py").read_text() == "N = 1"
+    Path("rules.py").write_text("N = 2")
+    assert [*changed_inputs(config)] == [f"contents of {name} (rules.py)=rules.py"]

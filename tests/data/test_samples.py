@@ -116,6 +116,23 @@ def test_each_ending_is_masked_where_its_setting_says_so(setting, masked):
     assert [s.num_truncated_turns for s in samples] == [1] * 4
 
 
+@pytest.mark.parametrize("failure", ["crash", "timeout", "invalid"])
+def test_an_episode_whose_environment_failed_has_no_loss_and_is_in_no_group(world, failure):
+    turns = (Turn(3, "stop"), Turn(2, "length", (6, 7)))
+    failed = replace(ROLLOUTS[0], token_ids=(5, 4, 9, 5, 4), rollout_logprobs=(-1,) * 5)
+    failed = replace(failed, finish_reason="failed", grading_failure=failure, turns=turns)
+    failed = replace(failed, segments=(), reward=0.0)
+    others = [replace(ROLLOUTS[0], sample_index=n, reward=n / 2) for n in (1, 2)]
+    samples = rollout_samples([failed, *others])
+    assert [len(sample.places) for sample in samples] == [0, 4, 4]
+    objective = build_objective(make_config(objective__name="grpo"), (9,), (9,))
+    facts = gather_facts(world, samples)
+    alone = gather_facts(world, samples[1:])
+    weights, expected = objective.sample_weights(facts), objective.sample_weights(alone)
+    assert weights.advantage_B.tolist() == [0, *expected.advantage_B]
+    assert weights.pg_B.tolist() == [0, *expected.pg_B]
+
+
 TURNS = (
     Turn(3, "stop"),
     Turn(2, "length", (6, 7)),

@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.user_code import read_user_function
 from stable_opd_mcore.rollout import environments
 from stable_opd_mcore.rollout.environment_worker import Answer
+from stable_opd_mcore.rollout.environments import EnvironmentPool
 from tests.processes import wait_until_ended
 
 pytestmark = pytest.mark.slow
@@ -304,6 +306,28 @@ def test_shutdown_ends_all_processes_and_cancels_what_is_asked_for(pool_of, tmp_
         with pytest.raises(CancelledError):
             get(future)
     pool.shutdown()
+
+
+def test_each_worker_has_a_file_of_what_its_episodes_print_and_raise(tmp_path):
+    path = tmp_path / "envs.py"
+    path.write_text(
+        "import sys\ndef episode(row, seed):\n    said = yield None\n    print('it said', said)\n"
+        "    sys.stderr.write('more\\n')\n    from words import TABLE\n"
+        "    return TABLE[said]\n"
+    )
+    (tmp_path / "words.py").write_text("TABLE = {'1': 1.0}")
+    function = read_user_function(f"{path}:episode", ("row", "seed"))
+    pool = EnvironmentPool(function, workers=2, logs=tmp_path / "logs" / "rank_0")
+    for key, said in enumerate(("1", "2", "3")):
+        get(pool.open(key, {}, 0))
+        get(pool.say(key, said))
+    pool.shutdown()
+    files = sorted((tmp_path / "logs").iterdir())
+    assert [file.name for file in files] == ["rank_0_worker_0.log", "rank_0_worker_1.log"]
+    text = "".join(file.read_text() for file in files)
+    assert text.count("it said 1\nmore\n") == 1
+    for said in "23":  # each fails twice
+        assert text.count(f"it said {said}\n") == text.count(f"KeyError: '{said}'\n") == 2
 
 
 def test_shutdown_closes_generators(pool_of, tmp_path):

@@ -79,7 +79,7 @@ def sample_text(step: int, rollout: Rollout) -> str:
     turns = "" if len(rollout.turns) == 1 else f"turn {len(rollout.turns)}, "
     numbers = f"{turns}{len(rollout.token_ids)} tokens"
     head = f"step {step}, {numbers}, {ending}, {verdict}{_cut(answer)}"
-    return f"--- a rollout of {head}\n{_cut(rollout.prompt.text)}\n>>> {_cut(rollout.text)}\n---"
+    return f"--- a rollout of {head}\n{_cut(rollout.problem)}\n>>> {_cut(rollout.text)}\n---"
 
 
 def _cut(text: str) -> str:
