@@ -29,7 +29,7 @@ ROOT_FOLDERS = sorted({path.split("/")[0] for path in TRACKED if "/" in path})
 # What runs and jobs write, and what a user downloads; not in the repository.
 WRITTEN = (
     *("runs/", "rollouts/", "tokens/", "checkpoints/", "model/", "adapter/", "sglang/", "stacks/"),
-    *("attempt_1/", "own_code/", "teacher/", "cold_start/", "evaluation/"),
+    *("attempt_1/", "own_code/", "teacher/", "cold_start/", "evaluation/", "environments/"),
 )
 
 

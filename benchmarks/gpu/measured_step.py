@@ -22,6 +22,7 @@ from benchmarks.plan_memory import HOST, resident_bytes, restart_peak
 from stable_opd_mcore.commands.plan.memory import MemoryPlan, memory_plan
 from stable_opd_mcore.commands.plan.planned_run import PlannedRun, Work, read_models
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.parallel.world import start_world
@@ -96,7 +97,7 @@ class FixedLengthEngine(RolloutEngine):
                 sample_index=index,
                 token_ids=draw.integers(3, self._vocab, length, dtype=np.int32),
                 rollout_logprobs=np.zeros(length, np.float32),
-                finish_reason="length",
+                finish_reason=Ending.LENGTH,
                 weight_version=self.weight_version,
             )
             for prompt in prompts

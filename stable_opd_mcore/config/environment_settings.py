@@ -33,7 +33,7 @@ class EnvironmentConfig(Section):
     workers: PositiveInt = 4
     """Processes that play the episodes of a data-parallel rank; each holds many."""
     timeout_seconds: float = Field(default=60.0, gt=0)
-    """Time for one step of the environment; after it the process is ended."""
+    """Time for one answer of the environment; after it the process is ended."""
     memory_gib: float = Field(default=4.0, gt=0)
     """Address space of a process."""
     max_observation_tokens: PositiveInt | None = 2048

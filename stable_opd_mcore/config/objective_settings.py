@@ -4,13 +4,14 @@ be added to it, the KL to the reference and the golden solutions.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from stable_opd_mcore.config.section import Section
 from stable_opd_mcore.host.user_code import UserFunction, is_user_function, read_user_function
 
+_Cut = Literal["length", "turns", "window"]  # values of `Ending`
 # What the `rows` of a user's objective hold on request: docs/own_code.md
 OWN_NEEDS = ("teacher_logprob", "support", "divergence", "given_advantage")
 
@@ -40,13 +41,20 @@ class AdvantageConfig(Section):
         return self.model_copy(update={"policy": self.policy or default})
 
 
+def _cut(value: object) -> object:
+    """`true` and `false` as the endings that they mean."""
+    return ((), ("length",))[value] if isinstance(value, bool) else value
+
+
 class TokenMasksConfig(Section):
     """Tokens of rollouts that the policy term leaves out; the KL to the reference keeps them."""
 
     special_token_ids: tuple[int, ...] = ()
     """The first occurrence of each id in a response."""
-    truncated_rollouts: bool = False
-    """All tokens of rollouts that did not end with a stop token."""
+    truncated_rollouts: Annotated[tuple[_Cut, ...], BeforeValidator(_cut)] = ()
+    """All tokens of what a limit cut: of a response, or a turn of an episode, that reached its most
+    tokens (`length`); of an episode that had `environment.max_turns` (`turns`), or whose next turn
+    has no room (`window`). `true`: `[length]`."""
     repetitive_tail: bool = False
     """The maximal periodic suffix of a response."""
     after_tokens: PositiveInt | None = None

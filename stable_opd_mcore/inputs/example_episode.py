@@ -6,13 +6,16 @@
 It runs the user's function in a process of its own, as training does.
 """
 
+from __future__ import annotations
+
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.inputs.pair import EXAMPLE
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
@@ -24,26 +27,33 @@ _SECONDS = 60.0  # then the student gets no further turn
 
 @dataclass(frozen=True)
 class Example:
-    """An episode. Its finish reason is "abort" if it took too long."""
+    """An episode. It is open if it took too long."""
 
     function: str  # of the environment
     rollout: Rollout
     roles: frozenset[str]  # of the messages that continued a context
     failure: str | None  # why the environment failed; None: it did not
+    setting: str = "data.train"  # or data.eval, which has the row
+
+    def of(self, setting: str) -> Example:
+        """The same, of a row of this setting."""
+        return replace(self, setting=setting)
 
     def line(self) -> str:
         """How many turns and tokens it had, and what ended it."""
         rollout = self.rollout
         ending = {
-            "stop": f"returned {rollout.reward}",
-            "length": "cut by max_turns or the window" if self.failure is None else "failed",
-            "abort": f"cut after {_SECONDS:.0f} s",
-        }
+            Ending.STOP: f"returned {rollout.reward}",
+            Ending.TURNS: "cut by environment.max_turns",
+            Ending.WINDOW: "cut where the window is full",
+            Ending.OPEN: f"cut after {_SECONDS:.0f} s",
+        }.get(rollout.finish_reason, str(rollout.finish_reason))
         turns = [turn for turn in rollout.turns if turn.num_tokens]
         observed = sum(len(turn.before) for turn in turns)
         return (
-            f"environment  {self.function}: {len(turns)} turns, {len(rollout.token_ids)} sampled "
-            f"and {observed} observed tokens; {ending[rollout.finish_reason]}"
+            f"environment  {self.function}, {self.setting} row "
+            f"{rollout.prompt.prompt_id}: {len(turns)} turns, {len(rollout.token_ids)} sampled "
+            f"and {observed} observed tokens; {ending}"
         )
 
 
@@ -71,7 +81,7 @@ def play_episode(
         while not episode.is_ended and time.monotonic() < end:
             if episode.is_open:
                 said = whole[: episode.budget(sampling, window)]
-                reason = "stop" if len(said) == len(whole) else "length"
+                reason = Ending.STOP if len(said) == len(whole) else Ending.LENGTH
                 no_logprobs = np.zeros(len(said), np.float32)
                 episode = episode.with_tokens(said, no_logprobs, reason, 0, text=EXAMPLE)
             else:

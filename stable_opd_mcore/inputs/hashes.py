@@ -21,7 +21,7 @@ from stable_opd_mcore.data.tokenizer_backend import is_tokenizer_file
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.json_files import read_json_object
-from stable_opd_mcore.host.user_code import is_user_function
+from stable_opd_mcore.host.user_code import UserFunction, is_user_function
 from stable_opd_mcore.inputs.loading import configured_architecture
 
 _WHOLE_BYTES = 64 * 2**20
@@ -52,8 +52,11 @@ def inputs_of(config: Config) -> dict[str, dict[str, Any]]:
 
 def write_inputs(config: Config) -> None:
     """Store them in the run directory, and the user's own code next to them."""
-    for key, file in _own_code(config):
-        write_atomically(config.run.files.own_code / f"{key}.py", Path(file).read_bytes())
+    for key, function in _own_functions(config):
+        copy = config.run.files.own_code / f"{key}.py"
+        write_atomically(copy, function.source)
+        for place, content in function.neighbours:
+            write_atomically(copy.with_suffix("") / place, content)
     text = json.dumps(inputs_of(config), indent=1)
     write_atomically(config.run.files.inputs, text.encode())
 
@@ -114,13 +117,16 @@ def _places(config: Config) -> Iterator[tuple[str, str]]:
         yield "student.path", str(config.student.path)
     if config.student.lora is not None and config.student.lora.path is not None:
         yield "student.lora.path", config.student.lora.path
-    yield from _own_code(config)
+    for key, function in _own_functions(config):
+        yield key, function.path
+        for place, _ in function.neighbours:
+            yield f"{key} ({place})", str(Path(function.path).parent / place)
 
 
-def _own_code(config: Config) -> Iterator[tuple[str, str]]:
-    """Setting and file of each function of the user's own."""
+def _own_functions(config: Config) -> Iterator[tuple[str, UserFunction]]:
+    """Setting and value of each function of the user's own."""
     if is_user_function(config.objective.name):
-        yield "objective.name", config.objective.read().path
+        yield "objective.name", config.objective.read()
     sections: dict[str, RewardConfig | EnvironmentConfig | None] = {
         "reward": config.reward,
         "environment": config.environment,
@@ -130,7 +136,7 @@ def _own_code(config: Config) -> Iterator[tuple[str, str]]:
         sections[f"data.train.{number}.environment"] = source.environment
     for key, section in sections.items():
         if section is not None and section.function is not None:
-            yield f"{key}.function", section.read().path
+            yield f"{key}.function", section.read()
 
 
 def _describe(path: Path) -> str:

@@ -207,15 +207,21 @@ class RunInputs:
 
     @once
     def example_episodes(self) -> list[Example]:
-        """An episode in each environment; none in a run without rollouts."""
-        if not self.objective.needs_rollouts:
+        """An episode of each source, and of the held-out data, whose rows an environment plays;
+        none in a run without rollouts."""
+        if not self.objective.needs_rollouts or not environments_of(self.config):
             return []
         window, system_prompt = self.architecture.max_positions, self.config.data.system_prompt
         limits = window, self.config.sampling.max_new_tokens
+        settings_of, held_out = environments_of(self.config), self.held_out
+        prompts = [(prompt, "data.train") for prompt in self.prompts.first_played()]
+        if held_out is not None:
+            prompts += [(prompt, "data.eval") for prompt in held_out.first_played()]
         return [
-            play_episode(prompt, settings, self.tokenizer, system_prompt, *limits)
-            for name, settings in environments_of(self.config).items()
-            if (prompt := self.prompts.first_in(name)) is not None
+            play_episode(
+                prompt, settings_of[str(prompt.environment)], self.tokenizer, system_prompt, *limits
+            ).of(setting)
+            for prompt, setting in prompts
         ]
 
     @property

@@ -12,7 +12,7 @@ from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.config.no_effect import refuse_without_effect
 from stable_opd_mcore.errors import ConfigError
-from stable_opd_mcore.inputs.hashes import write_inputs
+from stable_opd_mcore.inputs.hashes import changed_inputs, write_inputs
 from stable_opd_mcore.inputs.loading import load_sources
 from tests.config.cases import run_of, run_with
 
@@ -166,6 +166,12 @@ def test_a_run_keeps_the_file_of_its_environment_which_gets_all_columns(tmp_path
     )
     assert [row.columns and row.columns["game"] for row in load_sources(config)] == [None, "g"]
     write_inputs(config)
-    assert [path.name for path in config.run.files.own_code.iterdir()] == [
-        "data.train.1.environment.function.py"
-    ]
+    kept, name = config.run.files.own_code, "data.train.1.environment.function"
+    assert [path.name for path in kept.iterdir()] == [f"{name}.py"]
+    assert changed_inputs(config) == {}
+    Path("rules.py").write_text("N = 1")
+    Path("envs.py").write_text("import rules\n" + Path("envs.py").read_text())
+    write_inputs(config)
+    assert (kept / name / "rules.py").read_text() == "N = 1"
+    Path("rules.py").write_text("N = 2")
+    assert [*changed_inputs(config)] == [f"contents of {name} (rules.py)=rules.py"]

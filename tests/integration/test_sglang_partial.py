@@ -157,7 +157,7 @@ def await_tokens(engine: SglangEngine, step: int, version: int) -> None:
 
     def all_have() -> bool:
         time.sleep(0.3)
-        unfinished = [r for r in so_far(engine, step) if r.finish_reason == "abort"]
+        unfinished = [r for r in so_far(engine, step) if r.finish_reason == "open"]
         newest = [rollout.segments[-1] for rollout in unfinished]
         have = all(last.num_tokens and last.weight_version == version for last in newest)
         return all(gather_objects(have))

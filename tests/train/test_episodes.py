@@ -123,7 +123,7 @@ def test_the_student_is_trained_on_what_it_sampled_in_each_turn(games):
     assert rows[0]["kl/teacher_turn_3_4"] is not None
     assert 1 < rows[2]["eval/turns_max"] <= 3
     # No evaluation comes before the second step.
-    assert rows[1]["environment/steps"] == sum(len(each) + 1 for each in second)
+    assert rows[1]["environment/answers"] == sum(len(each) + 1 for each in second)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -27,7 +27,7 @@ from stable_opd_mcore.commands.check import (
     transcripts,
 )
 from stable_opd_mcore.commands.check.finding import Finding, finding, refused
-from stable_opd_mcore.commands.check.printing import Report, by_severity, finding_text
+from stable_opd_mcore.commands.check.printing import Report, finding_text
 from stable_opd_mcore.commands.check.software import installed
 from stable_opd_mcore.config.cold_start import cold_start_config
 from stable_opd_mcore.config.load import load_config
@@ -210,14 +210,16 @@ def check_file(
 
 
 def refuse_errors(report: Report) -> None:
-    """Raise the report's errors, if any, as one ConfigError that names them all."""
-    if not report.errors:
+    """Raise the report's errors, if any, as one ConfigError that names them all; not those that may
+    pass."""
+    errors = [each for each in report.errors if not each.may_pass]
+    if not errors:
         return
-    if len(report.errors) == 1 and not report.errors[0].values:
-        raise ConfigError(printable(report.errors[0].title))
-    texts = "\n".join(map(finding_text, by_severity(report.errors)))
+    if len(errors) == 1 and not errors[0].values:
+        raise ConfigError(printable(errors[0].title))
+    texts = "\n".join(map(finding_text, errors))
     raise ConfigError(
-        f"the checks before the start found {len(report.errors)} errors (`stable-opd check` shows "
+        f"the checks before the start found {len(errors)} errors (`stable-opd check` shows "
         f"all findings):\n{texts}"
     )
 

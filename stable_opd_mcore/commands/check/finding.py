@@ -18,8 +18,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """An `error` ends a run at its start. A `warning` harms training. A `note` is handled here, or
-    harmless, and differs from what one would expect.
+    """An `error` ends `check`, and a run at its start unless `may_pass`. A `warning` harms
+    training. A `note` is handled here, or harmless, and differs from what one would expect.
     """
 
     severity: Severity
@@ -28,6 +28,7 @@ class Finding:
     values: tuple[tuple[str, str], ...] = ()  # whose or which, and its value; two of them
     consequence: str = ""  # what it does to training
     remedy: str = ""  # the setting that fixes it
+    may_pass: bool = False  # an error of one row, or of this moment: a run starts all the same
 
 
 def finding(name: str, /, **fields: Any) -> Finding:
@@ -40,6 +41,7 @@ def finding(name: str, /, **fields: Any) -> Finding:
         tuple((k.format(**fields), v.format(**fields)) for k, v in text["values"].items()),
         text["effect"].format(**fields),
         text["remedy"].format(**fields),
+        text.get("may_pass", False),
     )
 
 

@@ -33,8 +33,9 @@ class Report:
         return tuple(finding for finding in self.findings if finding.severity == "error")
 
     def without_errors(self) -> str:
-        """Facts, warnings and notes, for a run whose errors are shown elsewhere."""
-        shown = [finding for finding in by_severity(self.findings) if finding.severity != "error"]
+        """Facts and what does not end a run, whose errors are shown elsewhere."""
+        found = by_severity(self.findings)
+        shown = [each for each in found if each.severity != "error" or each.may_pass]
         return "\n".join([*map(printable, self.facts), *map(finding_text, shown)])
 
     @property

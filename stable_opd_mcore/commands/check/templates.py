@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stable_opd_mcore.commands.check.finding import Finding, finding
 from stable_opd_mcore.commands.check.tokens import THOUGHT_MARKS
-from stable_opd_mcore.data.chat import opens_thinking
+from stable_opd_mcore.data.thoughts import opens_thinking
 from stable_opd_mcore.data.tokenizer_backend import stored_templates
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.inputs.pair import EXAMPLE, ModelFiles, Pair

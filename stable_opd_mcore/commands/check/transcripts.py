@@ -76,7 +76,8 @@ def failing_environments(inputs: RunInputs) -> Iterator[Finding]:
     """Environments that fail in an example episode."""
     for example in inputs.example_episodes:
         if example.failure is not None:
-            values = {"row": example.rollout.prompt.prompt_id, "failure": example.failure}
+            row = f"{example.setting}, {example.rollout.prompt.prompt_id}"
+            values = {"row": row, "failure": example.failure}
             yield finding("failing-environment", function=example.function, **values)
 
 

@@ -30,6 +30,7 @@ from stable_opd_mcore.commands.rehearse.host_waits import HostWaits
 from stable_opd_mcore.config.data import TrainSource
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.sources import source_name
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.inputs import run_inputs as lazy_inputs
 from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.losses import output_head, torch_ops
@@ -154,7 +155,7 @@ class _Engine(RolloutEngine):
         response = np.array(self._inputs.response(), np.int32)
         logprobs = np.zeros(len(response), np.float32)
         return [
-            Rollout(prompt, i, response, logprobs, "length", step, reward=0.0)
+            Rollout(prompt, i, response, logprobs, Ending.LENGTH, step, reward=0.0)
             for prompt in prompts
             for i in range(sampling.num_samples)
         ]

@@ -78,7 +78,7 @@ def listed(rollout: Rollout, run: int, step: int, index: int, budget: int | None
         "version": rollout.weight_version,
         "repeats": loop.length,
         "compression": round(len(text) / len(zlib.compress(text, ZLIB_LEVEL)), 2),
-        "snippet": printable(rollout.prompt.text[:SNIPPET_CHARACTERS]).replace("\n", " "),
+        "snippet": printable(rollout.problem[:SNIPPET_CHARACTERS]).replace("\n", " "),
     }
 
 
@@ -90,7 +90,7 @@ def detail(
     found = (one for one in stored if (one.prompt_id, one.sample_index) == key)
     tokens = next((one for one in found if len(one.pieces) == len(rollout.token_ids)), None)
     shown: dict[str, Any] = {
-        "prompt": _cut(rollout.prompt.text, limits.characters),
+        "prompt": _cut(rollout.problem, limits.characters),
         "answer": rollout.prompt.answer and _cut(rollout.prompt.answer, limits.characters),
         "text": _cut(rollout.text, limits.characters) if tokens is None else "",
         "golden": None,

@@ -28,6 +28,7 @@ from stable_opd_mcore.commands.score.grading_rows import (
 from stable_opd_mcore.commands.score.grading_summary import summarise
 from stable_opd_mcore.data.repetition import PAPER_TAIL_CHARACTERS
 from stable_opd_mcore.data.responses import CompressionLimits, compression_limits, measure
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.evaluation.grading import Grader, GradingItem
 from stable_opd_mcore.host.atomic_files import atomic_file, naming_disk_errors
@@ -156,7 +157,9 @@ def _write_verdicts(
     verdicts = grader.grade(item or _NO_GOLD for _, item in for_grader)
     for verdict, (record, item) in zip(verdicts, rows, strict=True):
         if item is not None:
-            truncated_loop = record["finish_reason"] == "length" and record["loop"]["length"] > 0
+            truncated_loop = (
+                record["finish_reason"] == Ending.LENGTH and record["loop"]["length"] > 0
+            )
             record["reward"], record["grading_failure"] = float(verdict.is_right), verdict.failure
             record["right_in_loop"] = verdict.is_right and truncated_loop
         file.write(json.dumps(record).encode() + b"\n")
@@ -185,7 +188,7 @@ def _measured_rows(
             record |= _measured(row, settings.max_length, limits, encode)
             if several and settings.columns.group is None:
                 record["group"] = name
-            yield record, row.item(stopped=record["finish_reason"] in ("stop", None))
+            yield record, row.item(stopped=record["finish_reason"] in (Ending.STOP, None))
 
 
 def _measured(
@@ -201,6 +204,6 @@ def _measured(
         token_ids = encode(row.response.encode("utf-8", "replace").decode())
     length = len(row.response if token_ids is None else token_ids)
     if finish is None and max_length is not None:
-        finish = "length" if length >= max_length else "stop"
+        finish = Ending.LENGTH if length >= max_length else Ending.STOP
     response = measure(row.response, token_ids, limits, finish_reason=finish, reward=None)
     return {"id": row.id, "group": row.group, "right_in_loop": False} | asdict(response)

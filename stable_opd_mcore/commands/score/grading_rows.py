@@ -14,11 +14,12 @@ from typing import Annotated, Any, BinaryIO, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.evaluation.answers import same_letters
 from stable_opd_mcore.evaluation.grading import GradingItem
 from stable_opd_mcore.host.printable_text import printable_line
-from stable_opd_mcore.records import AnswerFormat, FinishReason
+from stable_opd_mcore.records import AnswerFormat
 
 MAX_LINE_BYTES = 64 * 2**20
 NO_COLUMN = "none"  # a column's name: do not look for one
@@ -31,10 +32,12 @@ _USUAL_NAMES = {
     "finish": "finish_reason stop_reason truncated",
     "tokens": "response_token_ids output_token_ids output_ids token_ids",
 }
-_FINISH_REASONS: dict[str, FinishReason] = {
-    **dict.fromkeys(("stop", "eos", "eos_token", "end_turn", "stop_sequence"), "stop"),
-    **dict.fromkeys(("length", "max_tokens", "max_length", "truncated"), "length"),
-    **dict.fromkeys(("abort", "cancelled", "error"), "abort"),
+_ENDINGS: dict[str, Ending] = {
+    **dict.fromkeys(("stop", "eos", "eos_token", "end_turn", "stop_sequence"), Ending.STOP),
+    **dict.fromkeys(
+        ("length", "max_tokens", "max_length", "truncated", "turns", "window"), Ending.LENGTH
+    ),
+    **dict.fromkeys(("abort", "cancelled", "error", "failed"), Ending.ABORTED),
 }
 # Columns that are read only in files of a run, which also have _MARK_OF_A_RUN. In other files these
 # names may mean anything.
@@ -77,16 +80,16 @@ def _name(value: Any) -> str | None:
     return None if value is None else str(value)[:200]
 
 
-def _finish_reason(value: Any) -> FinishReason | None:
+def _ending(value: Any) -> Ending | None:
     if isinstance(value, dict):  # SGLang's form
         value = cast("dict[str, Any]", value).get("type")
     if isinstance(value, bool):
-        return "length" if value else "stop"
+        return Ending.LENGTH if value else Ending.STOP
     if value is None:
         return None
-    if isinstance(value, str) and value.lower() in _FINISH_REASONS:
-        return _FINISH_REASONS[value.lower()]
-    names = ", ".join(_FINISH_REASONS)
+    if isinstance(value, str) and value.lower() in _ENDINGS:
+        return _ENDINGS[value.lower()]
+    names = ", ".join(_ENDINGS)
     raise ValueError(f"expected true, false, null or one of {names}; --finish none ignores it")
 
 
@@ -108,7 +111,7 @@ class ResponseRow(BaseModel):
     response: str
     gold: Annotated[str | None, BeforeValidator(_gold)] = None  # None: not graded
     id: _Name = None
-    finish: Annotated[FinishReason | None, BeforeValidator(_finish_reason)] = None
+    finish: Annotated[Ending | None, BeforeValidator(_ending)] = None
     tokens: Annotated[list[_TokenId] | None, BeforeValidator(_given)] = None
     group: _Name = None
     answer_format: AnswerFormat = "boxed"

@@ -1,6 +1,7 @@
 """Checks of the text that a teacher reads between two turns, and the transcript they show."""
 
 import json
+import re
 
 import pytest
 
@@ -196,14 +197,17 @@ SAID = "[sampled: 4 tokens]\n1+1<|im_end|>"
         (
             "endless",
             f"[observed: 20 tokens]\n\n{OPENING.format('')}{SAID}",
-            "10 turns, 40 sampled and 180 observed tokens; cut by max_turns or the window",
+            "10 turns, 40 sampled and 180 observed tokens; cut by environment.max_turns",
         ),
     ],
 )
 def test_an_episode_is_shown(tmp_path, function, expected, line):
     report = check_config(playing(tmp_path, function), None)
     assert not [found for found in report.findings if found.subject == "environment"]
-    assert f"environment  {tmp_path}/game.py:{function}: {line}" in report.facts
+    assert (
+        f"environment  {tmp_path}/game.py:{function}, data.train row rows.jsonl:1: {line}"
+        in report.facts
+    )
     for _, text in report.transcripts:
         assert text.endswith(expected)
 
@@ -219,9 +223,33 @@ def test_an_environment_that_fails_at_once_is_found_before_training(tmp_path):
     report = check_config(playing(tmp_path, "failing"), None)
     finding = the(report.findings, "game.py:failing fails in an example episode")
     (_, row), (_, failure) = finding.values
-    assert (finding.severity, row) == ("warning", "rows.jsonl:1")
+    assert (finding.severity, row) == ("error", "data.train, rows.jsonl:1")
     assert "KeyError: 'door'" in failure
     assert report.transcripts == ()
+
+
+def test_a_row_of_each_source_and_of_the_held_out_data_is_played(tmp_path):
+    """Only the held-out rows lack what the environment reads."""
+    config = playing(tmp_path, "episode")
+    (source,) = config.data.sources
+    (tmp_path / "test.jsonl").write_text('{"problem": "1+2", "number": 3}')
+    held_out = {"path": str(tmp_path / "test.jsonl"), "columns": {"answer": None}}
+    second = source.model_copy(update={"name": "second"})
+    data = {
+        "train": (source, second),
+        "eval": config.data.model_validate({"train": source, "eval": held_out}).eval,
+    }
+    report = check_config(config.replaced(data=data), None)
+    played = [line for line in report.facts if line.startswith("environment")]
+    assert [re.search("row (\\S+):", line).group(1) for line in played] == [
+        "rows.jsonl:1",
+        "second:1",
+        "test.jsonl:1",
+    ]
+    (error,) = [each for each in report.errors if each.subject == "environment"]
+    (_, row), (_, failure) = error.values
+    assert row == "data.eval, test.jsonl:1"
+    assert "KeyError: 'hint'" in failure
 
 
 def test_a_template_without_messages_after_a_turn_is_refused_before_training(tmp_path):

@@ -18,9 +18,13 @@
     { key: "kl_teacher", name: "KL to the teacher", kind: "high" },
     { key: "repetition", name: "repetition", kind: "high" },
   ];
+  const ENDED = {
+    open: "not finished", stop: "stopped", length: "truncated", turns: "out of turns", window: "window full",
+    refused: "refused", failed: "failed", abort: "aborted",
+  };
   const FILTERS = {
     all: () => true,
-    truncated: (r) => r.finish !== "stop",
+    truncated: (r) => ["length", "turns", "window"].includes(r.finish),
     repetitive: (r) => r.repeats > 0,
     wrong: (r) => r.reward !== null && r.reward <= 0,
     right: (r) => r.reward !== null && r.reward > 0,
@@ -114,7 +118,7 @@
     item.id = `rollout-${index}`;
     item.setAttribute("role", "option");
     first.append(verdict(rollout), element("span", `${rollout.tokens.toLocaleString("en-US")} tokens`, "grow"));
-    if (rollout.finish !== "stop") first.append(badge(rollout.finish === "length" ? "truncated" : "aborted", "flag"));
+    if (rollout.finish !== "stop") first.append(badge(ENDED[rollout.finish], "flag"));
     if (rollout.repeats) first.append(badge("repeats", "flag"));
     const where = state.step === ALL ? `step ${rollout.step} · ` : "";
     item.append(first, element("div", `${where}${rollout.snippet}`, "snippet"));
@@ -175,7 +179,7 @@
     const facts = element("div", undefined, "facts");
     facts.append(verdict(rollout), element("span", `step ${rollout.step.toLocaleString("en-US")}`), element("span", `${rollout.prompt_id} · sample ${rollout.sample}`),
       ...(rollout.turns ? [element("span", `${rollout.turns.toLocaleString("en-US")} turns`)] : []),
-      element("span", `${rollout.tokens.toLocaleString("en-US")} tokens`), element("span", { stop: "stopped", length: "truncated", abort: "aborted" }[rollout.finish]),
+      element("span", `${rollout.tokens.toLocaleString("en-US")} tokens`), element("span", ENDED[rollout.finish]),
       element("span", `weights ${weights(rollout)}`), element("span", `compresses ${rollout.compression.toFixed(1)}×`));
     if (rollout.repeats) facts.append(badge(`last ${rollout.repeats.toLocaleString("en-US")} tokens repeat`, "flag"));
     const sides = element("div", undefined, "sides"), left = element("div"), right = element("div");
