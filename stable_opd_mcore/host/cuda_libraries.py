@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 Name = tuple[str, str]  # ("libcudart", "13"): a library and its major version
+Libraries = dict[Name, list[Path]]
 
 _LIBRARY = re.compile(r"(lib[\w+-]+)\.so\.(\d+)")
 # Variables in which Transformer Engine looks first, and the library that it loads from there.
@@ -60,38 +61,42 @@ def prefer_own_libraries() -> None:
     say. Called before Transformer Engine is imported."""
     own = own_libraries()
     for variable, wanted in _SEARCHED_FIRST.items():
-        for (library, _), file in own.items():
+        for (library, _), files in own.items():
             if library == wanted:
-                os.environ[variable] = str(file.parents[1])
-    parts = [file for (library, _), file in own.items() if library.startswith("libcudnn_")]
+                os.environ[variable] = str(files[0].parents[1])
+    parts = [files[0] for (library, _), files in own.items() if library.startswith("libcudnn_")]
     # The others need graph and ops. A loaded library is found by its name, before any path.
     for file in sorted(parts, key=lambda part: ("graph" not in part.name, "ops" not in part.name)):
         ctypes.CDLL(str(file))
 
 
-def own_libraries() -> dict[Name, Path]:
-    """The libraries in this environment's site-packages/nvidia."""
+def own_libraries() -> Libraries:
+    """The libraries in this environment's site-packages/nvidia, the shortest file name first."""
     package = find_spec("nvidia")
     roots = list(package.submodule_search_locations or ()) if package else []
-    files = (file for root in roots for file in Path(root).glob("*/lib/lib*.so.*"))
-    return {name: file for file in files if (name := _name_of(file.name))}
+    found = [file for root in roots for file in Path(root).glob("*/lib/lib*.so.*")]
+    own: Libraries = {}
+    for file in sorted(found, key=lambda file: (len(file.name), file)):
+        if name := _name_of(file.name):
+            own.setdefault(name, []).append(file)
+    return own
 
 
-def foreign_libraries(maps: str, own: dict[Name, Path]) -> tuple[str, ...]:
+def foreign_libraries(maps: str, own: Libraries) -> tuple[str, ...]:
     """Files in a process's `/proc/PID/maps` that are not the environment's own; see `Report`."""
     lines = (line.split(maxsplit=5) for line in maps.splitlines())
     loaded = sorted({fields[5].removesuffix(" (deleted)") for fields in lines if len(fields) > 5})
     return tuple(_foreign(loaded, own))
 
 
-def _foreign(loaded: Iterable[str], own: dict[Name, Path]) -> Iterator[str]:
+def _foreign(loaded: Iterable[str], own: Libraries) -> Iterator[str]:
     first: dict[Name, str] = {}
     for path in loaded:
         name = _name_of(os.path.basename(path))
         if name is None:
             continue
         if name in own:
-            if os.path.realpath(path) != os.path.realpath(own[name]):
+            if os.path.realpath(path) not in map(os.path.realpath, own[name]):
                 yield path
         elif name[0] in _LOADED_ONCE and first.setdefault(name, path) != path:
             yield path

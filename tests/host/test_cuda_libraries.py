@@ -20,7 +20,7 @@ import stable_opd_mcore, transformer_engine
 from stable_opd_mcore.host.cuda_libraries import foreign_libraries, own_libraries
 maps = open("/proc/self/maps").read()
 assert foreign_libraries(maps, own_libraries()) == (), foreign_libraries(maps, own_libraries())
-print(sum(maps.count(f"{file}\\n") > 0 for file in own_libraries().values()))
+print(sum(maps.count(f"{file}\\n") > 0 for files in own_libraries().values() for file in files))
 """
 
 
@@ -61,12 +61,13 @@ def test_transformer_engine_gets_the_environments_cudnn_whatever_the_shell_says(
 
 def test_another_file_of_a_library_is_foreign(tmp_path):
     own = install(tmp_path, "cu13/lib/libcudart.so.13") / "cu13/lib/libcudart.so.13"
+    full = own.with_name("libcudart.so.13.0.96")
     (tmp_path / "link").symlink_to(own.parent)
     mapped = "7f00-7f01 r-xp 00000000 08:01 12 {}\n"
-    table = {("libcudart", "13"): own}
+    table = {("libcudart", "13"): [own, full]}
     toolkit, older = "/opt/cuda 13/libcudart.so.13.0.96", "/opt/cuda/libcudart.so.12"
     for loaded, foreign in (
-        ([own, tmp_path / "link/libcudart.so.13", "/usr/lib/libc.so.6"], ()),
+        ([own, full, tmp_path / "link/libcudart.so.13", "/usr/lib/libc.so.6"], ()),
         ([own, toolkit, older], (toolkit,)),
         (["/a/libnccl.so.2", "/b/libnccl.so.2.30.7", "[heap]"], ("/b/libnccl.so.2.30.7",)),
     ):

@@ -146,7 +146,8 @@ def compiler_faults(python: str, cuda: str) -> Faults:
 
 def _release_faults(home: Path, cuda: str, compiler: str) -> Iterator[tuple[str, str]]:
     """A toolkit of another major release than torch's, and a compiler without C++20."""
-    match = re.search(r"release (\d+)\.(\d+)", _output(str(home / "bin/nvcc"), "--version"))
+    _, version = _run(str(home / "bin/nvcc"), "--version")
+    match = re.search(r"release (\d+)\.(\d+)", version)
     if match and cuda and match[1] != cuda.partition(".")[0]:
         yield (
             "servers' toolkit",
@@ -154,22 +155,23 @@ def _release_faults(home: Path, cuda: str, compiler: str) -> Iterator[tuple[str,
             f"{cuda}: kernels that servers compile would not fit; install toolkit {cuda} and set "
             "CUDA_HOME to it",
         )
-    tried = _output(compiler, "-std=c++20", "-fsyntax-only", "-x", "c++", os.devnull)
-    if tried:
+    code, words = _run(compiler, "-std=c++20", "-fsyntax-only", "-x", "c++", os.devnull)
+    if code:
+        first = next(iter(words.splitlines()), f"exit code {code}")
         yield (
             "servers' C++",
             f"{compiler} does not compile C++20, which SGLang's kernels are written in "
-            f"({tried.splitlines()[0]}): install g++ 10 or later, or set CXX to it",
+            f"({first}): install g++ 10 or later, or set CXX to it",
         )
 
 
-def _output(*command: str) -> str:
-    """What a program prints; its error where it cannot be started."""
+def _run(*command: str) -> tuple[int, str]:
+    """A program's exit code and what it prints; 1 and the error where it cannot be started."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return answer.stdout + answer.stderr
+        return 1, str(error)
+    return answer.returncode, answer.stderr + answer.stdout
 
 
 def _numbers(release: str) -> tuple[int, ...]:
