@@ -19,6 +19,7 @@ import typer
 
 from stable_opd_mcore.cli_files import interruptible, prepare, report, score, watch
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.torch_release import refuse_old_torch
 
 app = typer.Typer(
     help="Stable on-policy distillation of large language models on Megatron-Core.",
@@ -350,10 +351,7 @@ def rehearse(
     gpu: Annotated[str, typer.Option(help="h200 or h100.")] = "h200",
     layers: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Layers of each model chunk; default: all, and two of a model with experts.",
-        ),
+        typer.Option(min=1, help="Layers of each model chunk; default: all, two with experts."),
     ] = None,
 ) -> None:
     """Set up, train one step and publish in a world without GPUs; every stage of every world."""
@@ -387,6 +385,7 @@ def demo(
 def main() -> None:
     """Run the command; a UserError becomes one message on stderr."""
     try:
+        refuse_old_torch()
         app()
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
