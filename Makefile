@@ -27,10 +27,10 @@ CONSTRAINTS := .venv/constraints.txt
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) tools/check_python.py make $(MAKECMDGOALS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"]))' > $(CONSTRAINTS)
+	@$(BIN)/python -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"]))' > $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint $(CONSTRAINTS) torch || \
 		{ echo "pip found no torch that fits (above): needed is the $$(grep ^torch= $(CONSTRAINTS)) of pyproject.toml; \
-	try without this machine's own constraints and indexes: PIP_CONFIG_FILE=/dev/null make $(MAKECMDGOALS)"; exit 1; }
+	try without this machine's own constraints and indexes: env -u PIP_CONSTRAINT PIP_CONFIG_FILE=/dev/null make $(MAKECMDGOALS)"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $(INSTALLED)
 
