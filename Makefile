@@ -63,8 +63,7 @@ resolve: $(INSTALLED)
 
 sglang: .venv-sglang/.installed
 .venv-sglang/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt $(shell find tools/sglang_cpu/sglang_cpu -name '*.py')
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
-		{ echo "SGLang has wheels only for Python 3.11 and 3.12. Try: make sglang PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) tools/check_python.py --until 3.12 make sglang  # SGLang's wheels and those of its pins
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement requirements/sglang-cpu.txt
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --requirement requirements/sglang-cpu-nodeps.txt
@@ -73,6 +72,7 @@ sglang: .venv-sglang/.installed
 
 launch: .venv-launch/.installed
 .venv-launch/.installed: pyproject.toml
+	@$(PYTHON) tools/check_python.py --until 3.13 make launch  # NeMo-Run's leptonai
 	$(PYTHON) -m venv .venv-launch
 	$(PYTHON) -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["launch"]))' > .venv-launch/requirements.txt
 	.venv-launch/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement .venv-launch/requirements.txt

@@ -57,9 +57,9 @@ def test_an_install_is_named_where_a_version_has_no_file(files, install, faults)
 def test_a_machine_or_python_that_does_not_fit_is_named_in_one_line(
     monkeypatch, changed, found, needed
 ):
-    assert not check_python.main("make demo")
+    assert not check_python.main(["make", "demo"])
     monkeypatch.setattr(*changed)
-    line = check_python.main("make demo")
+    line = check_python.main(["make", "demo"])
     assert found in line.partition("; needed: ")[0]
     assert needed in line.partition("; needed: ")[2]
     assert "; try: " in line
