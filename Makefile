@@ -8,7 +8,7 @@
 #   make resolve  which pins contradict, on Python 3.11 to 3.14, x86-64 and aarch64, for every extra (needs a network)
 #   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
-#   make gpu     the suite of a Hopper GPU, ten minutes without a network (docs/evidence/gpu.md); GPU_ARGS="--parts kernels loss"
+#   make gpu     the suite of a Hopper GPU, twelve minutes without a network (docs/evidence/gpu.md); GPU_ARGS="--parts kernels loss"
 #   make gpu-bundle   what that suite needs on a machine without a network, in build/gpu-bundle (at most 60 MB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
 #
@@ -25,6 +25,8 @@ install: $(INSTALLED)
 # pip takes the versions of the dependency group `dev` as constraints.
 CONSTRAINTS := .venv/constraints.txt
 $(INSTALLED): pyproject.toml
+	@test -z "$(wildcard .venv/lib/python3*/site-packages/transformer_engine*)" || \
+		{ echo "refused: .venv is a cluster's (it has Transformer Engine), and this would install another torch. Use another checkout"; exit 1; }
 	@$(PYTHON) tools/check_python.py make $(MAKECMDGOALS)
 	$(PYTHON) -m venv .venv
 	@$(BIN)/python -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"]))' > $(CONSTRAINTS)

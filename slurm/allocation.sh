@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The checks of an allocation before anything runs on it. Part of common.sh, whose settings and variables it uses.
+# The checks of an allocation before anything runs on it, and the container's end. Part of common.sh, whose settings and variables it uses.
 # Not here: what is checked (preflight.py), what a fault means (verdict.py).
 
 # check_nodes SUBCOMMAND: run preflight.py on every node; it writes attempt_N/preflight. Returns 0 when the trainer may start.
@@ -38,4 +38,20 @@ check_network() {
   timeout "$PREFLIGHT_TIMEOUT" "${STEP[@]}" --kill-on-bad-exit=1 --output="$notes/network_%5t.log" "$ROOT/slurm/rank.sh" \
     "${PYTHON[@]}" slurm/preflight.py network "$notes" --floor="$MIN_ALLREDUCE_GBPS"
   rm -f "$ATTEMPT_DIR"/exits/* "$ATTEMPT_DIR"/ranks/*
+}
+
+# pyxis keeps a named container on the node's disk after the job, unless its container_scope is "job". Not where the job
+# has no time for it: then `enroot remove` is the user's.
+remove_container() {
+  local node end
+  local -a removals=()
+  [ -n "$CONTAINER_IMAGE" ] && [ "$STOP_WANTED" != TERM ] || return 0
+  end=$(job_end)
+  if [ -n "$end" ] && ((end - $(date +%s) < 3 * LAST_SECONDS)); then return 0; fi
+  for node in "${TRAINER_NODES[@]}" "${SERVER_NODE_NAMES[@]}"; do
+    CONTAINER_IMAGE='' step container "$node" 1
+    timeout $((2 * LAST_SECONDS)) "${STEP[@]}" --output=none enroot remove --force "pyxis_$CONTAINER_NAME" 2>/dev/null &
+    removals+=($!)
+  done
+  for node in "${removals[@]}"; do wait "$node"; done
 }

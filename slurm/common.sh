@@ -11,6 +11,8 @@ set -uo pipefail
 : "${VENV:=$ROOT/.venv}"                 # virtual environment on that file system; unused with a container
 : "${CONTAINER_IMAGE:=}"                 # a pyxis image (path.sqsh or registry#image:tag); empty: no container
 : "${CONTAINER_MOUNTS:=$ROOT:$ROOT}"     # add the model's and the data's directories
+: "${CACHE_DIR:=${CONTAINER_IMAGE:+$ROOT/runs/cache}}" # compiled kernels, which every node must be able to write;
+                                         # empty: the home's ~/.cache, unless the shell sets the variables itself
 : "${HOST_PYTHON:=}"                     # Python >= 3.8 on the batch node, for verdict.py; empty: VENV's, else python3
 # The job as Slurm's commands name it: a task of an array is ARRAY_TASK, since SLURM_JOB_ID of one of them names all.
 JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}
@@ -34,7 +36,8 @@ JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}
 : "${CHECK:=on}"                        # off: do not run `stable-opd check` before the servers; `train` checks anyway
 : "${MIN_FREE_GIB:=200}"                 # at the run's directory: a 7B checkpoint with its optimizer is about 100 GiB
 : "${MIN_ALLREDUCE_GBPS:=100}"           # GB/s over all GPUs (H200 nodes with NVLink and 8x400G reach over 300); 0: skip
-: "${PREFLIGHT_TIMEOUT:=300}"            # seconds until every node must have answered
+: "${PREFLIGHT_TIMEOUT:=900}"            # seconds until every node must have answered: it unpacks the image, and
+                                         # imports torch from a cold file system
 
 # ---- when it stops ----------------------------------------------------------------------------------------------
 : "${MAX_REQUEUES:=50}"                  # how often the job may start again in all
@@ -49,6 +52,7 @@ source "$ROOT/slurm/allocation.sh"
 
 ATTEMPT=${SLURM_RESTART_COUNT:-0}
 export ATTEMPT_DIR=$LOG_DIR/attempt_$ATTEMPT
+CONTAINER_NAME=stable_opd_${SLURM_JOB_ID:-0}_$ATTEMPT # a new one each attempt: a half removed one would be used again
 STOP_WANTED='' # the signal this script got. USR1: the job has to end soon; TERM: Slurm is ending it now
 
 log() { echo "$(date +%FT%T) [attempt $ATTEMPT] $*"; }
@@ -180,6 +184,11 @@ set_environment() {
     for node in "${TRAINER_NODES[@]}" "${SERVER_NODE_NAMES[@]}"; do direct+=,$node,$(address_of "$node"); done
     export NO_PROXY=$direct${NO_PROXY:+,$NO_PROXY} no_proxy=$direct${no_proxy:+,$no_proxy}
   fi
+  if [ -n "$CACHE_DIR" ]; then
+    export TRITON_CACHE_DIR=$CACHE_DIR/triton TORCHINDUCTOR_CACHE_DIR=$CACHE_DIR/inductor
+    export SGLANG_CACHE_DIR=$CACHE_DIR/sglang SGLANG_JIT_CACHE_DIR=$CACHE_DIR/sglang/jit
+    export FLASHINFER_WORKSPACE_BASE=$CACHE_DIR CUDA_CACHE_PATH=$CACHE_DIR/cuda TVM_FFI_CACHE_DIR=$CACHE_DIR/tvm_ffi
+  fi
   if [ -n "$NETWORK_INTERFACE" ]; then
     export NCCL_SOCKET_IFNAME=$NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$NETWORK_INTERFACE
   fi
@@ -193,7 +202,9 @@ step() {
   STEP=(srun --job-name="$1" --nodes="${#nodes[@]}" --nodelist="$2" --ntasks-per-node="$3"
     --ntasks=$((${#nodes[@]} * $3)) --cpus-per-task=$((cpus > 0 ? cpus : 1)) --overlap --export=ALL --chdir="$ROOT")
   if [ -n "$CONTAINER_IMAGE" ]; then
-    STEP+=(--container-image="$CONTAINER_IMAGE" --container-mounts="$CONTAINER_MOUNTS" --container-workdir="$ROOT")
+    # by its name it is unpacked once on a node, not for every step; remove_container (allocation.sh) removes it
+    STEP+=(--container-image="$CONTAINER_IMAGE" --container-name="$CONTAINER_NAME"
+      --container-mounts="$CONTAINER_MOUNTS" --container-workdir="$ROOT")
   fi
 }
 
@@ -351,6 +362,7 @@ judge() {
   )
   code=$?
   NEXT=${answer%% *}
+  case $NEXT in end | requeue | exclude) remove_container ;; esac
   case $NEXT in
     requeue)
       trap '' TERM CONT USR1

@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stable_opd_mcore.commands.check.node import node_faults
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.serving.process import check_release
 
@@ -126,8 +127,10 @@ def check_node(arguments: argparse.Namespace, name: str) -> int:
         server_nodes = arguments.servers.split(",") if arguments.servers else []
         python = servers_python(config, bool(server_nodes))
         faults |= version_faults(notes, name, arguments.head, python)
-        if arguments.gpus and python is not None and name in (server_nodes or [name]):
-            faults |= compiler_faults(python)
+        if arguments.gpus:
+            has_servers = name in (server_nodes or [name])
+            trains = name not in server_nodes
+            faults |= node_faults(trains, python if has_servers else None, config.is_colocated)
         if is_head:
             faults |= port_faults(arguments.port)
     (notes / f"{name}.{'bad' if faults else 'good'}").write_text(json.dumps(faults))
@@ -227,33 +230,6 @@ def version_faults(notes: Path, name: str, head: str, servers_python: str | None
             return faults
         mine |= {f"{SERVERS}{package}": version for package, version in theirs.items()}
     return differences(notes, name, head, [f"{key} {version}" for key, version in mine.items()])
-
-
-def compiler_faults(python: str) -> dict[str, str]:
-    """What a node lacks to compile the kernels of its servers, which they do when they start.
-
-    SGLang looks for the CUDA toolkit at CUDA_HOME or CUDA_PATH, around the nvcc in PATH, or in
-    /usr/local/cuda; for ninja next to its interpreter (serving/command.py), then in PATH.
-    """
-    path = os.environ.get("PATH", os.defpath)
-    nvcc = shutil.which("nvcc", path=path)
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    home = Path(home or (Path(nvcc).parents[1] if nvcc else "/usr/local/cuda"))
-    compiler = os.environ.get("CXX", "c++")
-    own_folder = str(Path(python).absolute().parent)
-    toolkit = "install the CUDA toolkit there, or set CUDA_HOME to where it is"
-    found = {
-        f"nvcc in {home}/bin: {toolkit}": (home / "bin/nvcc").is_file(),
-        f"libcudart.so in {home}/lib64: {toolkit}": (home / "lib64/libcudart.so").exists(),
-        f"the C++ compiler {compiler}: install g++, or set CXX": shutil.which(compiler, path=path),
-        f"ninja: {python} -m pip install ninja": shutil.which("ninja", path=f"{own_folder}:{path}"),
-    }
-    missing = [what for what, is_there in found.items() if not is_there]
-    if not missing:
-        return {}
-    return {
-        "servers' compiler": f"servers compile kernels here, without {'; without '.join(missing)}"
-    }
 
 
 def versions_in(python: str) -> dict[str, str]:

@@ -80,6 +80,17 @@ def test_the_documents_install_servers_where_the_default_looks_for_them() -> Non
     assert named == {default.split("/")[0]}
 
 
+def test_make_does_not_put_another_torch_into_a_clusters_environment(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv/lib/python3.12/site-packages/transformer_engine").mkdir(parents=True)
+    make = ["make", "--directory", tmp_path, "--file", ROOT / "Makefile", "install", "PYTHON=none"]
+    run = subprocess.run(make, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert "refused: .venv is a cluster's" in run.stdout
+    assert not (tmp_path / ".venv/bin").exists()
+
+
 def test_one_release_of_sglang() -> None:
     assert PACKAGES["sglang"] == ".".join(map(str, RELEASE))
     lines = (ROOT / "requirements/sglang-cpu-nodeps.txt").read_text().splitlines()

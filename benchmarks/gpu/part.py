@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from benchmarks.gpu.record import SKIPPED, Record, Skipped
+from stable_opd_mcore.host.cuda_driver import refuse_unused_gpus
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ def main() -> int:
     scratch.mkdir()
     assert device in ("cpu", "cuda")
     if device == "cuda" and not torch.cuda.is_available():
+        refuse_unused_gpus()
         sys.exit("torch finds no GPU; --device cpu runs every part at a tiny size")
     module = importlib.import_module(f"benchmarks.gpu.parts.{name}")
     try:

@@ -1,7 +1,8 @@
-"""The one door to Megatron: `import megatron` works with and without CUDA.
+"""The one door to Megatron and to Transformer Engine.
 
-The package installs this import hook when it is imported. The hook loads torch and looks for CUDA
-at the first import of Megatron: settings and data load without torch.
+`import megatron` works with and without CUDA; `import transformer_engine` loads the CUDA libraries
+of this environment. The package installs this import hook when it is imported. The hook loads torch
+and looks for CUDA at the first import of Megatron: settings and data load without torch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from stable_opd_mcore.host.cuda_libraries import prefer_own_libraries
 
 
 def install() -> None:
@@ -38,6 +41,8 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         """The rewritten module of Megatron; else None, which leaves the import to Python."""
+        if fullname == "transformer_engine":
+            prefer_own_libraries()
         if fullname.partition(".")[0] != "megatron":
             return None
         from stable_opd_mcore.parallel import megatron_cpu

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -27,9 +27,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import COLLECTIVE_TIMEOUT_MINUTES
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.cuda_driver import refuse_unused_gpus
 from stable_opd_mcore.parallel.rendezvous import is_launched, launcher_number, meet
 
 Object = TypeVar("Object")
+Result = TypeVar("Result")
 
 _START_TIMEOUT = timedelta(minutes=30)  # until all ranks have started
 _TIMEOUT = timedelta(minutes=COLLECTIVE_TIMEOUT_MINUTES)
@@ -125,7 +127,7 @@ def start_world(
     Raises:
         UserError: the grid does not divide the number of ranks, or expert those of a stage; a
             launcher's variable is unusable; a rank did not start, or with other `settings` (see
-            `meet`).
+            `meet`); there are GPUs that torch cannot use.
         RuntimeError: a world of another layout is started; call stop_world() first.
     """
     global _layout
@@ -245,6 +247,20 @@ def gather_objects(item: Object, group: dist.ProcessGroup | None = None) -> list
     return items
 
 
+def on_first_rank(world: World, function: Callable[[], Result]) -> Result:
+    """Call `function` on rank 0 only; every rank returns its result or raises its UserError."""
+    outcome: Any = None
+    if world.rank == 0:
+        try:
+            outcome = function()
+        except UserError as error:
+            outcome = error
+    outcome = broadcast_object(outcome)
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome
+
+
 def gather_on_first_rank(item: Object, group: dist.ProcessGroup | None = None) -> list[Object]:
     """What `gather_objects` returns, on the first rank of `group`; an empty list on the others."""
     size = dist.get_world_size(group)
@@ -293,6 +309,8 @@ def _join(settings: Mapping[str, Any]) -> torch.device:
         # torch would end a rank whose NCCL thread stands still for 8 minutes, before the watchdog
         seconds = str(int(_TIMEOUT.total_seconds()))
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", seconds)
+    else:
+        refuse_unused_gpus()
     if not dist.is_initialized():
         backend = "nccl" if on_gpu else "gloo"
         if is_launched():

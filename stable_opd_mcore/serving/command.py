@@ -12,9 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stable_opd_mcore.host.cuda_libraries import library_folders
 from stable_opd_mcore.host.network import gloo_settings
 
 PROGRAM = Path(__file__).with_name("launch_server.py")
+# The function of PROGRAM that writes a parameter into a file, as SGLang's processes import it.
+VALUES_WRITER = "__main__.write_parameter"
 _KEY_VARIABLE = "STABLE_OPD_SGLANG_API_KEY"  # passes the key to the child; argv is public
 # SGLang's own defaults for its NCCL. All ranks of a group must agree, so a trainer that sends
 # weights through NCCL takes them too. It then goes without NVLink SHARP (NVLS), which needs cuMem.
@@ -24,7 +27,7 @@ _TRAINERS_OWN = re.compile(
     r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
     r"|TORCH_NCCL_\w+"  # watchdogs of the trainer's collectives
     r"|CUDA_DEVICE_MAX_CONNECTIONS"  # Megatron needs 1; a server's streams would wait in one queue
-    r"|NVTE_\w+"  # Transformer Engine
+    r"|NVTE_\w+|(CUDNN|NVRTC|CURAND)_HOME"  # Transformer Engine
     r"|PYTORCH(_CUDA)?_ALLOC_CONF"  # expandable segments cannot be released by colocated servers
     r"|PYTHONPATH|PYTHONHOME|VIRTUAL_ENV"  # another Python environment
 )
@@ -66,13 +69,18 @@ def launch_command(options: ServerOptions, port: int, owner_pid: int) -> list[st
     if options.dummy_weights:
         # Published tensors keep their names: SGLang would put a shared expert among the others.
         command += ["--load-format", "dummy", "--disable-shared-experts-fusion"]
+        command += ["--custom-weight-loader", VALUES_WRITER]
     if options.device == "cpu":
         # without --sleep-on-idle an idle scheduler keeps a core busy
         command += ["--attention-backend", "torch_native", "--sleep-on-idle"]
-    elif options.memory_share is not None:
-        command += ["--mem-fraction-static", str(options.memory_share)]
-    if options.memory_saver and options.device != "cpu":
-        command.append("--enable-memory-saver")
+    else:
+        # Prefill graphs keep references to memory that later captures reuse, and stay on the GPU
+        # when the server's memory is released.
+        command += ["--cuda-graph-backend-prefill", "disabled"]
+        if options.memory_share is not None:
+            command += ["--mem-fraction-static", str(options.memory_share)]
+        if options.memory_saver:
+            command.append("--enable-memory-saver")
     return command + list(options.arguments)
 
 
@@ -82,6 +90,8 @@ def server_environment(
     """The server's variables, from those of the trainer's process.
 
     The interpreter's own folder comes first in PATH: SGLang compiles kernels with the ninja there.
+    The CUDA libraries of its environment come first in LD_LIBRARY_PATH: the memory saver's hook
+    finds its CUDA runtime only there, and cuDNN its parts there first.
     """
     environment = {k: v for k, v in inherited.items() if not _TRAINERS_OWN.fullmatch(k)}
     own_folder = str(Path(options.python).absolute().parent)  # the venv's: links are not followed
@@ -91,6 +101,8 @@ def server_environment(
         if options.gpus:
             visible = inherited.get("CUDA_VISIBLE_DEVICES", "")
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(device_names(options.gpus, visible))
+        libraries = [*map(str, library_folders(options.python)), inherited.get("LD_LIBRARY_PATH")]
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
         return NCCL_SETTINGS | environment
     environment["OMP_NUM_THREADS"] = "1"
     # malloc keeps the memory that weights are received into: fresh pages cost ten times

@@ -24,6 +24,10 @@ options=() mounts=''
 while [[ ${1:-} == -* ]]; do
   case $1 in
     --container-mounts=*) mounts=${1#*=} ;;
+    --container-name=*)
+      name=${1#*=}
+      mkdir "$UNPACKED/pyxis_$name" 2>/dev/null && echo "$name" >>"$UNPACKED/names"
+      ;;
     --container-*) ;;
     *) options+=("$1") ;;
   esac
@@ -37,14 +41,22 @@ exec SRUN "${options[@]}" unshare --mount bash -c '
 """
 
 
+ENROOT = """#!/bin/bash
+[ "$1 $2" = "remove --force" ] && rmdir "$UNPACKED/$3"
+"""
+
+
 def test_a_run_whose_directory_only_the_container_has(cluster, tmp_path):
     """It is stopped, queued again and finished; the run's own words decide each verdict."""
-    outside, inside, tools = tmp_path / "outside", tmp_path / "inside", tmp_path / "tools"
-    for directory in (outside, inside, tools):
+    names = ("outside", "inside", "tools", "unpacked")
+    outside, inside, tools, unpacked = (tmp_path / name for name in names)
+    for directory in (outside, inside, tools, unpacked):
         directory.mkdir()
     real = shutil.which("srun", path=cluster.env["PATH"])
     (tools / "srun").write_text(PYXIS.replace("SRUN", real))
     (tools / "srun").chmod(stat.S_IRWXU)
+    (tools / "enroot").write_text(ENROOT)
+    (tools / "enroot").chmod(stat.S_IRWXU)
     run = Run(cluster, outside, "contained")
     steps = 8
     job = run.submit(
@@ -54,6 +66,7 @@ def test_a_run_whose_directory_only_the_container_has(cluster, tmp_path):
             "CONTAINER_IMAGE": "/images/opd.sqsh",
             "CONTAINER_MOUNTS": f"{Path.cwd()}:{Path.cwd()},{outside}:{inside}",
             "LOG_DIR": str(run.logs),
+            "UNPACKED": str(unpacked),
             "PATH": f"{tools}:{Path(sys.executable).parent}:{cluster.env['PATH']}",
         },
     )
@@ -65,4 +78,7 @@ def test_a_run_whose_directory_only_the_container_has(cluster, tmp_path):
     assert "stopped after a step, checkpoint" in first["reason"]
     assert second["verdict"] == "done"
     assert [row["step"] for row in run.rows()] == list(range(1, steps + 1))
+    containers = [f"stable_opd_{job}_{attempt}" for attempt in (0, 1)]
+    assert (unpacked / "names").read_text().split() == containers  # each once
+    assert [file.name for file in unpacked.iterdir()] == ["names"]  # and removed
     assert not any(inside.iterdir())  # outside the container the run is elsewhere

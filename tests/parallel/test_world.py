@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch.distributed as dist
 
 from stable_opd_mcore.config.schema import FaultConfig, ParallelConfig
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.cuda_driver import Driver
 from stable_opd_mcore.parallel.world import _local_gpu, start_world, stop_world
+from tests.host.nvidia_smi import write_nvidia_smi
 
 
 def test_second_start_seeds_again() -> None:
@@ -27,6 +30,18 @@ def test_second_start_seeds_again() -> None:
     stop_world()
     assert not dist.is_initialized()
     stop_world()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPUs")
+def test_no_world_of_cpus_where_nvidia_smi_lists_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_nvidia_smi(tmp_path, Driver("570.86.15", "12.8", 8))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError, match=r"8 GPUs and driver 570\.86\.15"):
+        start_world(ParallelConfig(), seed=0)
+    assert not dist.is_initialized()
 
 
 def test_stopped_world_leaves_no_threads() -> None:

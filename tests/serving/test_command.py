@@ -14,7 +14,8 @@ ON_GPU = ServerOptions("/servers/bin/python", "model", device="cuda", gpus=(6, 7
 TRAINERS_OWN = """
 RANK LOCAL_RANK GROUP_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE
 TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC CUDA_DEVICE_MAX_CONNECTIONS
-NVTE_ALLOW_NONDETERMINISTIC_ALGO PYTORCH_CUDA_ALLOC_CONF PYTHONPATH PYTHONHOME
+NVTE_ALLOW_NONDETERMINISTIC_ALGO CUDNN_HOME PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF
+PYTHONPATH PYTHONHOME
 """
 
 
@@ -26,6 +27,7 @@ def test_a_gpu_server_is_told_its_share_of_the_memory_and_no_key():
     command = launch_command(ON_GPU, port=30000, owner_pid=7)
     assert command[:2] == ["/servers/bin/python", "-P"]
     assert "--mem-fraction-static 0.5" in " ".join(command)
+    assert "--cuda-graph-backend-prefill disabled" in " ".join(command)
     assert not {"--base-gpu-id", "--sleep-on-idle", "--api-key"} & set(command)
 
 
@@ -40,6 +42,19 @@ def test_what_a_launcher_sets_for_the_trainer_stays_with_the_trainer():
 def test_programs_of_the_servers_own_environment_come_first():
     """SGLang compiles with the ninja that is installed next to its interpreter."""
     assert environment(PATH="/usr/bin")["PATH"] == "/servers/bin:/usr/bin"
+
+
+def test_cuda_libraries_of_the_servers_own_environment_come_first(tmp_path):
+    """tests/integration/test_cuda_environment.py loads them."""
+    nvidia = tmp_path / "lib/python3.12/site-packages/nvidia"
+    for name in ("cudnn", "cu13"):
+        (nvidia / name / "lib").mkdir(parents=True)
+    python, own = str(tmp_path / "bin/python"), f"{nvidia}/cu13/lib:{nvidia}/cudnn/lib"
+    on_gpu = ServerOptions(python, "model", device="cuda")
+    assert environment(on_gpu)["LD_LIBRARY_PATH"] == own
+    found = environment(on_gpu, LD_LIBRARY_PATH="/opt/cudnn")
+    assert found["LD_LIBRARY_PATH"] == f"{own}:/opt/cudnn"
+    assert "LD_LIBRARY_PATH" not in environment(ServerOptions(python, "model"))
 
 
 def test_a_gpu_servers_nccl_has_the_settings_of_the_trainers():

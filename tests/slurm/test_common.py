@@ -105,6 +105,46 @@ def test_a_node_is_found_silent_although_the_time_limit_comes_near_meanwhile(tmp
     assert (verdict["verdict"], verdict["excluded"]) == ("lost", ["n3"])
 
 
+def test_a_container_is_unpacked_once_an_attempt_and_removed_at_its_end(tmp_path):
+    """By its name; not where Slurm ends the job, or where the time limit is near."""
+    shell = (
+        f"CONTAINER_IMAGE=/images/opd.sqsh HOST_PYTHON={sys.executable} TRAINER_NODES=(n1 n2)\n"
+        'step preflight n1,n2 1; echo "${STEP[@]}"\n'
+        "judge record failed first; STOP_WANTED=TERM; judge record failed second\n"
+        "STOP_WANTED=USR1; END=$(date -d '20 seconds' +%FT%T); export END\n"
+        "judge record stopped third --action=end; exit 0"
+    )
+    told = run_function(
+        tmp_path,
+        shell,
+        srun='#!/bin/bash\necho "$@" >>"$ATTEMPT_DIR/sruns"\n',
+        scontrol="#!/bin/bash\necho JobId=7 EndTime=${END:-Unknown} Deadline=N/A\n",
+    )
+    assert "--container-image=/images/opd.sqsh --container-name=stable_opd_7_0" in told
+    removals = (tmp_path / "attempt_0/sruns").read_text().splitlines()
+    assert len(removals) == 2
+    for node, line in zip(
+        ("n1", "n2"), sorted(removals, key=lambda each: "=n2" in each), strict=True
+    ):
+        assert f"--nodelist={node} " in line
+        assert line.endswith("enroot remove --force pyxis_stable_opd_7_0")
+        assert "--container" not in line
+
+
+def test_kernels_are_cached_in_a_folder_that_the_container_has(tmp_path):
+    show = "set_environment; env | grep -E 'CACHE|WORKSPACE_BASE' | sort"
+    tools = {"getent": "#!/bin/bash\n"}
+    told = run_function(tmp_path, f"CACHE_DIR=/shared/cache; {show}", **tools)
+    assert "SGLANG_JIT_CACHE_DIR=/shared/cache/sglang/jit\n" in told
+    assert "TRITON_CACHE_DIR=/shared/cache/triton\n" in told
+    default = (
+        "CONTAINER_IMAGE=/i bash -c 'source slurm/common.sh; echo $CACHE_DIR $PREFLIGHT_TIMEOUT'"
+    )
+    (tmp_path / "again").mkdir()
+    told = run_function(tmp_path / "again", default)
+    assert told == f"{REPOSITORY}/runs/cache 900\n"
+
+
 def test_nodes_are_reached_without_the_proxy(tmp_path):
     told = run_function(
         tmp_path,

@@ -10,6 +10,7 @@ from pathlib import Path
 import preflight
 import pytest
 
+from stable_opd_mcore.commands.check.node import node_faults
 from tests.parallel.launch import start_process
 
 # The trainer's: a torch for CUDA brings it, a CPU build does not.
@@ -29,6 +30,8 @@ def check_node(monkeypatch, tmp_path):
 
     def check(*options: str, name: str = "n1", settings: tuple[str, ...] = (), **variables: str):
         (tmp_path / "token").write_text("7.0\n")
+        if preflight.node_faults is node_faults:  # tests/commands/check/test_node.py has its cases
+            monkeypatch.setattr(preflight, "node_faults", lambda *_: {})
         monkeypatch.setenv("PATH", "/nowhere")  # hides the nvidia-smi of a machine with GPUs
         for variable, value in variables.items():
             monkeypatch.setenv(variable, value)
@@ -139,28 +142,30 @@ def test_the_servers_environments_of_the_nodes_are_compared(check_node, tmp_path
     assert "rollout.sglang.python=/none" in missing["servers' python"]
 
 
-def test_what_servers_compile_with_is_there_or_named_with_the_remedy(check_node, tmp_path):
-    settings = servers_environment(tmp_path)
-    toolkit = tmp_path / "cuda"
-    variables = {"PATH": str(tmp_path), "CUDA_HOME": str(toolkit), "REMAPPING": "No"}
-    variables["CXX"] = "no-compiler"
+def test_each_node_is_checked_for_what_it_runs(check_node, monkeypatch, tmp_path):
+    engine, python = servers_environment(tmp_path)
+    servers = python.partition("=")[2]
+    asked = []
+    monkeypatch.setattr(preflight, "node_faults", lambda *what: asked.append(what) or {"C++": "no"})
     (tmp_path / "nvidia-smi").write_text(OLD_DRIVER)
     (tmp_path / "nvidia-smi").chmod(0o755)
-    message = check_node("--gpus=1", settings=settings, **variables)["servers' compiler"]
-    python = tmp_path / "python"
-    for words in (
-        f"without nvcc in {toolkit}/bin: install the CUDA toolkit",
-        f"without libcudart.so in {toolkit}/lib64",
-        "without the C++ compiler no-compiler: install g++",
-        f"without ninja: {python} -m pip install ninja",
-    ):
-        assert words in message
-    (tmp_path / "n1.bad").unlink()
-    assert not check_node("--gpus=1", "--servers=n3", settings=settings, **variables)
-    for file in ("cuda/bin/nvcc", "cuda/lib64/libcudart.so", "ninja", "no-compiler"):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch(0o755)
-    assert not check_node("--gpus=1", "--servers=n1", settings=settings, **variables)
+
+    def faults(*options, name="n1", settings=(engine, python)):
+        path = {"PATH": f"{tmp_path}:/bin", "REMAPPING": "No"}
+        return check_node("--gpus=1", *options, name=name, settings=settings, **path)
+
+    assert faults() == {"C++": "no"}
+    faults("--servers=n3")
+    faults("--servers=n3", name="n3")
+    faults(settings=(engine, python, "rollout.sglang.placement=colocated"))
+    faults(settings=())
+    assert asked == [
+        (True, servers, False),
+        (True, None, False),
+        (False, servers, False),
+        (True, servers, True),
+        (True, None, False),
+    ]
 
 
 def test_a_node_without_the_shared_file_system_leaves_no_note(check_node, tmp_path):

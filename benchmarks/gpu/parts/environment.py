@@ -1,4 +1,4 @@
-"""Versions of everything a run uses, and the machine's own rates."""
+"""Versions of everything a run uses, the machine's own rates, and its faults."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import importlib
 import platform
 import shutil
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.part import Options
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.timing import seconds_of
+from stable_opd_mcore.commands.check.node import node_faults
 
 GIB = 2**30
 PACKAGES = (
@@ -42,6 +45,19 @@ def run(record: Record, options: Options) -> None:
     if options.on_gpu:
         describe_gpu(record)
     measure_rates(record, options)
+    if options.on_gpu:
+        report_faults(record, options)
+
+
+def report_faults(record: Record, options: Options) -> None:
+    """What keeps trainer or servers from running here; the trainer's faults fail the part."""
+    python = options.sglang_python if Path(options.sglang_python).exists() else None
+    faults = node_faults(True, python, colocated=True)
+    for kind, line in faults.items():
+        record.figure(kind, line)
+    own = [line for kind, line in faults.items() if not kind.startswith("servers'")]
+    if own:
+        sys.exit("; ".join(own))
 
 
 def installed(package: str) -> str | None:

@@ -6,14 +6,16 @@ For the trainer, whose engine knows Megatron, and for `stable-opd serve`, which 
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.tensors import hf_shapes
-from stable_opd_mcore.planning.topology import MEMORY_SHARES, sends_adapter, server_dtype
+from stable_opd_mcore.placement.topology import MEMORY_SHARES, sends_adapter, server_dtype
 from stable_opd_mcore.rollout.sglang.checksums import CPU_MLP_MULTIPLE
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.command import ServerOptions
@@ -61,6 +63,20 @@ def server_options(
             *(_adapter_arguments(config, served, tensor, device) if dummy_weights else []),
         ),
     )
+
+
+def refuse_expandable_segments(config: Config) -> None:
+    """Refuse an allocator whose memory CUDA IPC cannot pass to colocated servers. For a GPU."""
+    if not config.rollout.has_servers or config.rollout.sglang.transport != "tensor":
+        return
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        if re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
+            raise UserError(
+                f"{name}={value}: expandable segments cannot be shared by CUDA IPC, by which "
+                f"weights reach {config.rollout.sglang.placement} servers; remove "
+                f"expandable_segments: unset {name}"
+            )
 
 
 def family_arguments(served: Architecture, device: str, is_student: bool) -> list[str]:
