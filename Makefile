@@ -29,10 +29,10 @@ $(INSTALLED): pyproject.toml
 		{ echo "refused: .venv is a cluster's (it has Transformer Engine), and this would install another torch. Use another checkout"; exit 1; }
 	@$(PYTHON) tools/check_python.py make $(MAKECMDGOALS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"]))' > $(CONSTRAINTS)
+	@$(BIN)/python -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"]))' > $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint $(CONSTRAINTS) torch || \
 		{ echo "pip found no torch that fits (above): needed is the $$(grep ^torch= $(CONSTRAINTS)) of pyproject.toml; \
-	try without this machine's own constraints and indexes: PIP_CONFIG_FILE=/dev/null make $(MAKECMDGOALS)"; exit 1; }
+	try without this machine's own constraints and indexes: env -u PIP_CONSTRAINT PIP_CONFIG_FILE=/dev/null make $(MAKECMDGOALS)"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $(INSTALLED)
 
@@ -65,8 +65,7 @@ resolve: $(INSTALLED)
 
 sglang: .venv-sglang/.installed
 .venv-sglang/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt $(shell find tools/sglang_cpu/sglang_cpu -name '*.py')
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
-		{ echo "SGLang has wheels only for Python 3.11 and 3.12. Try: make sglang PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) tools/check_python.py --until 3.12 make sglang  # SGLang's wheels and those of its pins
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement requirements/sglang-cpu.txt
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --requirement requirements/sglang-cpu-nodeps.txt
@@ -75,6 +74,7 @@ sglang: .venv-sglang/.installed
 
 launch: .venv-launch/.installed
 .venv-launch/.installed: pyproject.toml
+	@$(PYTHON) tools/check_python.py --until 3.13 make launch  # NeMo-Run's leptonai
 	$(PYTHON) -m venv .venv-launch
 	$(PYTHON) -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["launch"]))' > .venv-launch/requirements.txt
 	.venv-launch/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement .venv-launch/requirements.txt

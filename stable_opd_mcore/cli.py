@@ -23,6 +23,7 @@ from stable_opd_mcore.commands.score.command import score
 from stable_opd_mcore.commands.serve.command import serve
 from stable_opd_mcore.commands.train.command import train
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.torch_release import refuse_old_torch
 
 COMMANDS = (
     train,
@@ -67,6 +68,7 @@ def options(
 def main() -> None:
     """Run the command; a UserError becomes one message on stderr."""
     try:
+        refuse_old_torch()
         app()
     except UserError as error:
         typer.echo(f"error: {error}", err=True)

@@ -23,6 +23,19 @@ WRONG_PATHS = {
 }
 
 
+def test_a_torch_that_is_too_old_or_missing_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["stable-opd", "train", "nosuch.yaml"])
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    for found in ("none", "2.6.0+cu124"):
+        if found != "none":
+            (tmp_path / "torch.dist-info").mkdir()
+            (tmp_path / "torch.dist-info/METADATA").write_text(f"Name: torch\nVersion: {found}\n")
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert f"error: torch {found} in {sys.prefix}, but 2.11 or" in capsys.readouterr().err
+
+
 def test_a_wrong_path_is_named_before_anything_heavy_is_imported():
     script = (
         "import sys\nfrom stable_opd_mcore.cli import main\n"

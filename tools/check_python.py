@@ -1,6 +1,7 @@
 """Refuse a machine or a Python for which torch has no wheels, before anything is downloaded.
 
     python3 tools/check_python.py make demo
+    python3 tools/check_python.py --until 3.12 make sglang
 
 Prints one line: what was found, what is needed, the command that fixes it. It runs on the Python
 that it refuses, so it is written for every release since 2.7.
@@ -22,12 +23,14 @@ GLIBC = (2, 28)
 CONTAINER = "docker run --rm -it -v $PWD:/opd -w /opd python:3.12 %s"
 
 
-def main(command):
-    for check in (machine, c_library, python):
-        fault = check(command)
-        if fault:
-            return "found %s; needed: %s; try: %s" % fault
-    return ""
+def main(arguments):
+    until = None
+    if arguments[:1] == ["--until"]:
+        until = int(arguments[1].partition(".")[2])
+        arguments = arguments[2:]
+    command = " ".join(arguments)
+    fault = machine(command) or c_library(command) or python(command, supported(until))
+    return "found %s; needed: %s; try: %s" % fault if fault else ""
 
 
 def machine(command):
@@ -46,32 +49,31 @@ def c_library(command):
     return found, "glibc %d.%d or later, as in Debian 10" % GLIBC, CONTAINER % command
 
 
-def python(command):
+def python(command, minors):
     """The release, the implementation, the global lock, the modules that make a venv."""
-    oldest, after = supported()
     found = "%s %s" % (platform.python_implementation(), platform.python_version())
-    wanted = "CPython 3.%d to 3.%d" % (oldest, after - 1)
+    wanted = "CPython 3.%d to 3.%d" % (minors[0], minors[-1])
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return found + " without the global lock", wanted + " with it", remedy(command)
-    fits = sys.version_info[0] == 3 and oldest <= sys.version_info[1] < after
+        return found + " without the global lock", wanted + " with it", remedy(command, minors)
+    fits = sys.version_info[0] == 3 and sys.version_info[1] in minors
     if not fits or platform.python_implementation() != "CPython":
-        return "%s (%s)" % (found, sys.executable), wanted, remedy(command)
+        return "%s (%s)" % (found, sys.executable), wanted, remedy(command, minors)
     if not makes_venvs(sys.executable):
         package = "python3.%d-venv" % sys.version_info[1]
         return found + " without the module venv", package, "apt-get install " + package
     return None
 
 
-def supported():
-    """The oldest minor release of Python 3, and the first that is too new."""
+def supported(until):
+    """The minor releases of Python 3, to `until` where it is given."""
     with io.open(PROJECT, encoding="utf-8") as file:
         bounds = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', file.read())
-    return int(bounds.group(1)), int(bounds.group(2))
+    return list(range(int(bounds.group(1)), until + 1 if until else int(bounds.group(2))))
 
 
-def remedy(command):
+def remedy(command, minors):
     """The command with a Python of this machine that fits, else how to get one."""
-    for minor in reversed(range(*supported())):
+    for minor in reversed(minors):
         if makes_venvs("python3.%d" % minor):
             return "%s PYTHON=python3.%d" % (command, minor)
     return "apt-get install python3.12-venv && %s PYTHON=python3.12" % command
@@ -88,4 +90,4 @@ def makes_venvs(executable):
 
 
 if __name__ == "__main__":
-    sys.exit(main(" ".join(sys.argv[1:]) or "make") or 0)
+    sys.exit(main(sys.argv[1:]) or 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed: pip install 'triton>=3.4'")
+pytest.importorskip("triton", reason="triton is not installed: pip install 'triton>=3.6'")
 
 
 def run_check(program: str = "check_kernels", **environment: str) -> str:
