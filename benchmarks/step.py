@@ -1,8 +1,9 @@
 """Seconds, tokens a second and peak memory of a training step, ours and TRL's
 DistillationTrainer.
 
-    python benchmarks/step.py --trl-python /path/to/trl-venv/bin/python
-    python benchmarks/step.py                     # only ours
+    python -m benchmarks.step --trl-python /path/to/trl-venv/bin/python
+    python -m benchmarks.step                     # only ours
+    python -m benchmarks.step --smoke             # does it run? its times mean nothing
 
 Both do the same work: one sampled response to each of 32 prompts, the teacher's hidden states on
 them, the reverse KL over the full vocabulary as a token mean, its gradient, one Adam step; fp32, on
@@ -30,12 +31,9 @@ from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
 
+from benchmarks.step_work import EOS, Steps, Work, force_stops, resident_mib
+
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # started as a file, not as a module
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.step_work import EOS, Steps, Work, force_stops, resident_mib  # noqa: E402
-
 CASES = ("even", "tailed")
 VOCABULARY, PROMPTS, PROMPT_TOKENS = 2048, 32, 16
 STUDENT = {"hidden_size": 256, "num_hidden_layers": 4, "heads": 4, "intermediate_size": 768}
@@ -168,23 +166,27 @@ def measure_ours(work: Work) -> Steps:
 def scripted_engine(run: Any, lengths: Sequence[int]) -> Any:
     """The embedded engine; the response to prompt i of a step stops at lengths[i]."""
     from stable_opd_mcore.rollout.embedded import EmbeddedEngine
-    from stable_opd_mcore.rollout.noise import row_key
+    from stable_opd_mcore.rollout.noise import row_key, sample_rows
+
+    length_of_key: dict[int, int] = {}
 
     class ScriptedEngine(EmbeddedEngine):
         def generate(self, prompts, sampling, *, step):
             keys = [row_key(sampling.seed, step, prompt.prompt_id, 0) for prompt in prompts]
-            self.length_of_key = dict(zip(keys, lengths, strict=True))
+            length_of_key.update(zip(keys, lengths, strict=True))
             return super().generate(prompts, sampling, step=step)
 
-        def _sample(self, hidden_BH, keys_B, position, sampling):
-            self.due_B = [self.length_of_key[key] == position + 1 for key in keys_B.tolist()]
-            return super()._sample(hidden_BH, keys_B, position, sampling)
-
-        def _logits(self, hidden_BH):
-            return force_stops(super()._logits(hidden_BH), self.due_B)
+    def sampler(logits_BV, keys_B, positions_B, sampling):
+        rows = zip(keys_B.tolist(), positions_B.tolist(), strict=True)
+        due_B = [length_of_key[key] == position + 1 for key, position in rows]
+        return sample_rows(force_stops(logits_BV, due_B), keys_B, positions_B, sampling)
 
     return ScriptedEngine(
-        run.student.chunks, run.world, run.tokenizer.decode, vocab_size=run.tokenizer.vocab_size
+        run.student.chunks,
+        run.world,
+        run.tokenizer.decode,
+        vocab_size=run.tokenizer.vocab_size,
+        sampler=sampler,
     )
 
 
