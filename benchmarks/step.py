@@ -34,16 +34,19 @@ from typing import Any
 from benchmarks.step_work import EOS, Steps, Work, force_stops, resident_mib
 
 ROOT = Path(__file__).resolve().parents[1]
-CASES = ("even", "tailed")
+CASES = ("even", "tailed", "smoke")
 VOCABULARY, PROMPTS, PROMPT_TOKENS = 2048, 32, 16
 STUDENT = {"hidden_size": 256, "num_hidden_layers": 4, "heads": 4, "intermediate_size": 768}
 TEACHER = {"hidden_size": 384, "num_hidden_layers": 6, "heads": 6, "intermediate_size": 1152}
 MEDIAN_LENGTH, LOG_SPREAD, LONGEST = 115, 0.8, 512  # case "tailed": mean 151
+SMOKE_LENGTHS = (1, 2, 5, 9)  # with a budget of 8
 MICRO_BATCH_TOKENS = 1152  # TRL's micro-batch: 8 responses of 16 + 128
 
 
 def lengths_of(case: str) -> tuple[tuple[int, ...], int]:
     """Response lengths and budget of a case; "tailed" is 32 quantiles in a seeded order."""
+    if case == "smoke":
+        return SMOKE_LENGTHS * (PROMPTS // len(SMOKE_LENGTHS)), 8
     if case == "even":
         return (129,) * PROMPTS, 128  # the stop token would come after the last
     normal = NormalDist(math.log(MEDIAN_LENGTH), LOG_SPREAD)
@@ -238,7 +241,9 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     from rich.console import Console
 
     ours = [sys.executable, "-m", "benchmarks.step", "--measure"]
-    systems = {"ours": (ours, "gkd"), "ours, opd": (ours, "opd")}
+    systems = {"ours": (ours, "gkd")}
+    if not options.smoke:
+        systems["ours, opd"] = (ours, "opd")
     if options.trl_python:
         systems["TRL"] = ([options.trl_python, "-m", "benchmarks.trl_step"], "gkd")
     rows = []
@@ -294,13 +299,16 @@ def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--trl-python", help="python of a venv with trl 1.16; without it, ours")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES[:2])
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a process")
     parser.add_argument("--rounds", type=int, default=2, help="processes per case and system")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--smoke", action="store_true", help="one step of short responses")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.smoke:
+        options.cases, options.steps, options.rounds, options.threads = ("smoke",), 1, 1, 1
     if options.measure:
         given = json.loads(options.measure[0])
         steps = measure_ours(Work(**given | {"lengths": tuple(given["lengths"])}))

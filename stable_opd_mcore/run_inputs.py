@@ -34,7 +34,8 @@ from stable_opd_mcore.records import Rollout
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
 _OF_THE_RUN = ""  # Prompt.environment where the run's own settings hold, not a source's
-_TRACKERS = {"wandb": "false", "mlflow": "null"}  # package and setting -> its value for none
+# package and setting -> its value for none
+_TRACKERS = {"wandb": "false", "trackio": "false", "swanlab": "false", "mlflow": "null"}
 _log = logging.getLogger(__name__)
 
 

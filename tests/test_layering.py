@@ -60,6 +60,8 @@ THIRD_PARTIES = {
     "h11": {"serving/exchange"},
     "tensorboard": {"monitoring"},
     "wandb": {"monitoring/trackers"},
+    "trackio": {"monitoring/trackers"},
+    "swanlab": {"monitoring/trackers"},
     "mlflow": {"monitoring/trackers"},
 }
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")

@@ -25,6 +25,9 @@ def main() -> int:
         default="cuda",
         help="cpu: every part at a tiny size; its times mean nothing",
     )
+    parser.add_argument(
+        "--smoke", action="store_true", help="the first part on the CPU: does the suite run?"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the results")
     parser.add_argument(
         "--sglang-python",
@@ -32,6 +35,8 @@ def main() -> int:
         help="interpreter of the environment that holds SGLang",
     )
     options = parser.parse_args()
+    if options.smoke:
+        options.parts, options.device = names[:1], "cpu"
     folder = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     results: list[PartResult] = []
