@@ -10,8 +10,8 @@ them, the reverse KL over the full vocabulary as a token mean, its gradient, one
 the same weights and prompts. "ours, opd" is the method's own objective, from the teacher's
 log-probabilities of the sampled tokens. Case "even": every response runs to 128 tokens. Case
 "tailed": lengths of a log-normal, up to 512, imposed on both by the stop token's logit. Every
-figure is a median over the measured steps of processes that run in turn. Not a test: it asserts no
-speed.
+figure is a median over the measured steps of processes that run in turn. On a busy machine only the
+CPU seconds, with --threads 1, can be compared. Not a test: it asserts no speed.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ def measure_ours(work: Work) -> Steps:
     run = replace(run, engine=scripted_engine(run, work.lengths))
     steps, state = Steps(started_mib=resident_mib(peak=False)), TrainState()
     for _ in range(work.steps):
-        start = time.perf_counter()
+        start, cpu_before = time.perf_counter(), time.process_time()
         result = train_step(run, state)
-        seconds = time.perf_counter() - start
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_before
         state = result.state
         if state.step <= work.warmup_steps:
             continue
@@ -158,6 +158,7 @@ def measure_ours(work: Work) -> Steps:
             metrics["time/rollout"] or 0.0,
             metrics["time/score"] or 0.0,
             seconds,
+            cpu,
             response_tokens,
             metrics["loss/total"] or 0.0,
         )
@@ -226,6 +227,7 @@ def merge(runs: Sequence[Steps]) -> dict[str, Any]:
     seconds = {name: median(x for run in runs for x in getattr(run, name)) for name in phases}
     return {
         "seconds": seconds,
+        "cpu_seconds": median(x for run in runs for x in run.cpu),
         "fastest_step": min(x for run in runs for x in run.total),
         "slowest_step": max(x for run in runs for x in run.total),
         "tokens_per_second": runs[0].response_tokens[0] / seconds["total"],
@@ -267,6 +269,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     for row in rows:
         trl = [r for r in rows if r["case"] == row["case"] and r["system"] == "TRL"]
         row["times_trl"] = row["tokens_per_second"] / trl[0]["tokens_per_second"] if trl else None
+        row["cpu_times_trl"] = trl[0]["cpu_seconds"] / row["cpu_seconds"] if trl else None
     return rows
 
 
@@ -277,7 +280,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     table = Table(title=f"Seconds of a step, medians; load average {os.getloadavg()[0]:.1f}")
     for column in ("case", "system", "rollout", "score", "update", "step", "fastest to slowest"):
         table.add_column(column, justify="left" if column in ("case", "system") else "right")
-    for column in ("tokens/s", "x TRL", "peak MiB", "of it in steps", "loss"):
+    for column in ("CPU s", "tokens/s", "x TRL", "in CPU s", "peak MiB", "of it in steps", "loss"):
         table.add_column(column, justify="right")
     for row in rows:
         seconds = [f"{row['seconds'][k]:.2f}" for k in ("rollout", "score", "update", "total")]
@@ -286,13 +289,14 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
             row["system"],
             *seconds,
             f"{row['fastest_step']:.2f} to {row['slowest_step']:.2f}",
+            f"{row['cpu_seconds']:.2f}",
             f"{row['tokens_per_second']:,.0f}",
-            "" if row["times_trl"] is None else f"{row['times_trl']:.2f}",
+            *("" if row[k] is None else f"{row[k]:.2f}" for k in ("times_trl", "cpu_times_trl")),
             f"{row['peak_mib']:,.0f}",
             f"{row['peak_mib'] - row['started_mib']:,.0f}",
             f"{row['loss']:.4f}",
         )
-    Console(width=130).print(table)
+    Console(width=140).print(table)
 
 
 def main() -> None:

@@ -156,12 +156,12 @@ GUIDE = [ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "configs" / "README
 LINK = re.compile(r"\]\(([^)#\s]+)")
 
 
-def test_the_guide_has_at_most_22_700_words():
+def test_the_guide_has_at_most_23_300_words():
     """What users read, counted as by `cat README.md docs/*.md configs/README.md | wc -w`."""
     words = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").split()) for path in GUIDE
     }
-    assert sum(words.values()) <= 22_700, words
+    assert sum(words.values()) <= 23_300, words
 
 
 def test_every_page_can_be_reached_from_the_readme():

@@ -98,7 +98,7 @@ def test_trackio_keeps_settings_project_and_the_run_over_a_resume(tmp_path, monk
     assert kept is not None
     assert kept["student"]["path"] == "somewhere"
     monkeypatch.setenv("TRACKIO_SERVER_URL", "nonsense")
-    with pytest.raises(UserError, match="Trackio refuses the run: .*monitoring.trackio=false"):
+    with pytest.raises(UserError, match=r"Trackio refuses the run: .*monitoring.trackio=false"):
         TrackioSink(tmp_path, settings)
 
 
@@ -107,7 +107,7 @@ def test_swanlab_keeps_settings_and_the_run_over_a_resume(tmp_path, monkeypatch)
     monkeypatch.setenv("SWANLAB_ROOT", str(tmp_path / "account"))  # none is logged in
     settings = config(monitoring={"tensorboard": False, "swanlab": True})
     monkeypatch.setenv("SWANLAB_MODE", "online")
-    with pytest.raises(UserError, match="SwanLab refuses the run: .*SWANLAB_MODE=offline"):
+    with pytest.raises(UserError, match=r"SwanLab refuses the run: .*SWANLAB_MODE=offline"):
         SwanlabSink(tmp_path, settings)
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     write(tmp_path, settings, range(3))
