@@ -49,7 +49,7 @@ test-cluster: test-slurm test-sglang
 test-slurm: $(INSTALLED) sglang launch
 	$(BIN)/python -m pytest -m cluster $(ON_SLURM)
 test-sglang: $(INSTALLED) sglang
-	$(BIN)/python -m pytest -m cluster tests/integration $(addprefix --ignore=,$(wildcard $(ON_SLURM)))
+	$(BIN)/python -m pytest -m cluster tests/integration tests/benchmarks $(addprefix --ignore=,$(wildcard $(ON_SLURM)))
 
 # With server nodes, and with pipeline stages that one node does not hold.
 ON_MANY_NODES = $(addprefix configs/stable_opd_,32b.yaml 30b_a3b.yaml 8b_235b.yaml)

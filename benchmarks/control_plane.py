@@ -1,6 +1,7 @@
 """What it costs the trainer to talk to servers, and what it costs with slime's client.
 
     python -m benchmarks.control_plane
+    python -m benchmarks.control_plane --smoke   # a few short responses: does it run?
 
 Stand-ins for SGLang servers run in one process, on a port each, and reply at once with prepared
 bytes of SGLang 0.5.23's form. Seconds are of CPU, unless they are called wall-clock: "trainer" is
@@ -9,6 +10,7 @@ this process, "child" the one that talks to servers. Not measured: networks, and
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import json
@@ -19,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,6 +46,19 @@ from stable_opd_mcore.serving.requests import Generation, Scoring
 
 VOCABULARY, LONG, SHORT, PROMPT = 150_000, 16_384, 512, 256
 SPREAD_SECONDS = 4.0  # over which replies come in while the main thread works
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured."""
+
+    cases: tuple[tuple[int, int, int], ...]  # servers, responses, tokens of each
+    long_responses: int  # that come in while the main thread works
+    scored: int  # sequences
+
+
+FULL = Size(((8, 256, LONG), (64, 1024, SHORT), (64, 4096, SHORT)), 256, 16)
+SMOKE = Size(((2, 4, 64),), 2, 1)
 
 
 # ---- the stand-ins
@@ -211,9 +227,9 @@ def sampled(
     return seconds | {"lost": lost}
 
 
-def lost_share(urls: list[str]) -> float:
+def lost_share(urls: list[str], number: int) -> float:
     """The share of its time for which the main thread, which launches small operations, is neither
-    on a core nor waits for one, while 256 long replies come in."""
+    on a core nor waits for one, while long replies come in."""
 
     def schedule() -> tuple[float, float, float]:
         path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
@@ -230,7 +246,7 @@ def lost_share(urls: list[str]) -> float:
         wall, on_core, waits = (b - a for a, b in zip(before, schedule(), strict=True))
         shares.append((wall - on_core - waits) / (wall - waits))
 
-    sampled(urls, 256, LONG, work)
+    sampled(urls, number, LONG, work)
     return shares[0]
 
 
@@ -255,24 +271,28 @@ def slime_seconds(urls: list[str], number: int, tokens: int) -> float:
     return time.process_time() - before
 
 
-def score_microseconds(url: str, top_k: int) -> float:
+def score_microseconds(url: str, top_k: int, number: int) -> float:
     """CPU of trainer and child per token of sequences that are scored, with two stop ids."""
     request = Scoring(tuple(range(10, 10 + PROMPT + LONG)), PROMPT, VOCABULARY, top_k, (2, 3))
     client = SglangClient(url)
     client.submit(request).result()
     before = child_seconds() + time.process_time()
-    for reply in [client.submit(request) for _ in range(16)]:
+    for reply in [client.submit(request) for _ in range(number)]:
         assert len(reply.result().logprobs_L) == LONG
-    return 1e6 * (child_seconds() + time.process_time() - before) / (16 * LONG)
+    return 1e6 * (child_seconds() + time.process_time() - before) / (number * LONG)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="a few short responses")
+    smoke = parser.parse_args().smoke
+    size = SMOKE if smoke else FULL
     torch.set_num_threads(1)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # slime's client holds all connections
     print("| case | ours, trainer | ours, child | slime | ours/slime | wall-clock | lost |")
     print("|---|---|---|---|---|---|---|")
-    for servers, number, tokens in ((8, 256, LONG), (64, 1024, SHORT), (64, 4096, SHORT)):
+    for servers, number, tokens in size.cases:
         with Servers(servers) as serving:
             ours = sampled(serving.urls, number, tokens, lambda _: None)
             slime = slime_seconds(serving.urls, number, tokens) if number < 4096 else None
@@ -280,11 +300,12 @@ def main() -> None:
         theirs = " | " if slime is None else f"{slime:.2f} s | {both / slime:.2f}"
         costs = f"{ours['trainer']:.3f} s | {ours['child']:.2f} s | {theirs} | {ours['wall']:.1f} s"
         print(f"| {number} x {tokens} over {servers} | {costs} | {ours['lost']:.0f} |", flush=True)
-    with Servers(8, SPREAD_SECONDS) as serving:
-        print(f"\nmain thread, time lost while replies come in: {lost_share(serving.urls):.1%}")
+    with Servers(8, 0.1 if smoke else SPREAD_SECONDS) as serving:
+        lost = lost_share(serving.urls, size.long_responses)
+        print(f"\nmain thread, time lost while replies come in: {lost:.1%}")
     with Servers(1) as serving:
         for top_k in (32, 0):
-            cost = score_microseconds(serving.urls[0], top_k)
+            cost = score_microseconds(serving.urls[0], top_k, size.scored)
             print(f"scores, top {top_k} and two stop ids: {cost:.2f} us/token")
 
 

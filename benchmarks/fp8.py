@@ -1,6 +1,7 @@
 """What FP8 changes in the numbers of a run: log-probabilities, advantages, KL to the reference.
 
     .venv/bin/python -m benchmarks.fp8 [--demo runs/demo/seed0]
+    .venv/bin/python -m benchmarks.fp8 --smoke   # one pair, one recipe, tiny: does it run?
 
 The emulation (docs/fp8.md) in the teacher only, in the reference only, and in all three models.
 Pairs of random weights have the architectures of real families at a tiny size; --demo adds the
@@ -37,6 +38,7 @@ from stable_opd_mcore.inputs.loading import (
 )
 from stable_opd_mcore.losses.objectives import build_objective
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
+from stable_opd_mcore.models.layers.attention import PackedSequences
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.rollout.build_engine import training_sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
@@ -91,22 +93,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--demo", type=Path, help="directory of a seed's teacher and student")
-    demo = parser.parse_args().demo
+    parser.add_argument("--smoke", action="store_true", help="one pair with one recipe, tiny")
+    options = parser.parse_args()
     world = start_world(ParallelConfig(), seed=0)
-    trios = [random_trio(family) for family in FAMILIES]
+    trios = [random_trio(family, PROMPTS) for family in FAMILIES]
+    settings = SETTINGS
+    if options.smoke:
+        trios, settings = [random_trio("qwen2", prompts=4)], dict([*SETTINGS.items()][-1:])
+    if options.demo:
+        trios = [demo_trio(options.demo), *trios]
     print("| models | FP8 in | recipe | log p | advantage | signs | KL |")
     print("|---|---|---|--:|--:|--:|--:|")
-    for trio in [*([demo_trio(demo)] if demo else []), *trios]:
-        for row in measure(trio, world):
+    for trio in trios:
+        for row in measure(trio, settings, world):
             print("| " + " | ".join(row) + " |", flush=True)
     stop_world()
 
 
-def random_trio(family: str) -> Trio:
+def random_trio(family: str, prompts: int) -> Trio:
     """Random weights; the teacher is larger than the student."""
     config = config_of(
         student={"architecture": architecture(family, hidden=128, layers=4)},
         teacher={"architecture": architecture(family, hidden=192, layers=6)},
+        rollout={"prompts_per_step": prompts, "samples_per_prompt": 1},
     )
     assert config.teacher is not None
     models: dict[Fp8Role, ModelConfig] = {
@@ -174,7 +183,7 @@ def config_of(**models: Any) -> Config:
     return parse_config(values, origin="benchmarks/fp8.py")
 
 
-def measure(trio: Trio, world: World) -> list[list[str]]:
+def measure(trio: Trio, settings: dict[tuple[str, str], Setting], world: World) -> list[list[str]]:
     """The rows of a trio."""
     tokenizer = load_tokenizer(trio.config)
     plain: dict[Fp8Role, HiddenStatesGPTModel] = {
@@ -183,7 +192,7 @@ def measure(trio: Trio, world: World) -> list[list[str]]:
     tokens_BT, sampled_BT = sample(trio, plain["student"], world)
     expected = score(plain, tokens_BT, sampled_BT)
     rows = []
-    for (where, recipe), setting in SETTINGS.items():
+    for (where, recipe), setting in settings.items():
         models = dict(plain)
         for role, chosen in setting.items():
             models[role] = load(trio, role, Fp8(role, chosen), tokenizer.vocab_size, world)
@@ -214,7 +223,8 @@ def sample(trio: Trio, student: HiddenStatesGPTModel, world: World) -> tuple[Ten
     stops = teacher_stop_ids(trio.config, tokenizer)
     objective = build_objective(trio.config, tokenizer.stop_token_ids, stops)
     architecture = configured_architecture(trio.config.student)
-    prompts = load_prompts(trio.config, tokenizer, architecture, objective).select(range(PROMPTS))
+    prompts = load_prompts(trio.config, tokenizer, architecture, objective)
+    prompts = prompts.select(range(trio.config.rollout.prompts_per_step))
     engine = EmbeddedEngine([student], world, tokenizer.decode, vocab_size=tokenizer.vocab_size)
     sampling = training_sampling(trio.config, tokenizer.stop_token_ids)
     rollouts = engine.generate(prompts, sampling, step=0)
@@ -230,9 +240,17 @@ def sample(trio: Trio, student: HiddenStatesGPTModel, world: World) -> tuple[Ten
 
 
 def hidden_states(chunk: HiddenStatesGPTModel, tokens_BT: Tensor) -> Tensor:
-    """[B, T, H]"""
-    positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
-    return chunk(tokens_BT, positions_BT, None).transpose(0, 1)
+    """[B, T, H]; the rows are packed sequences of one length."""
+    num_rows, length = tokens_BT.shape
+    positions_T = torch.arange(length).repeat(num_rows)
+    ends = torch.arange(num_rows + 1, dtype=torch.int32) * length
+    described = {"qkv_format": "thd", "max_seqlen_q": length, "max_seqlen_kv": length}
+    described |= {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    packed = PackedSequences.of(ends, positions_T, chunk.pg_collection.cp, **described)
+    tokens = tokens_BT.reshape(1, -1)
+    return chunk(tokens, positions_T[None], None, packed_seq_params=packed).unflatten(
+        0, (num_rows, length)
+    )[:, :, 0]
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ JSD.
     python -m benchmarks.loss    # one point on a CPU; on CUDA the sweep over T with both heads
     python -m benchmarks.loss --tokens 8192 --hidden 3584 --vocab 152064 --dtype bf16
     python -m benchmarks.loss --json loss.json
+    python -m benchmarks.loss --smoke   # a tiny size in this process: does it run?
 
 Full-vocabulary reverse KL of a student to a frozen model, from hidden states and heads, with
 gradients to the student's hidden states and head: the work of gkd. "ours, opd" is the surrogate on
@@ -40,6 +41,7 @@ from stable_opd_mcore.losses.token_losses import Terms, divergence_from_teacher,
 from stable_opd_mcore.records import MicroBatch, Scores
 
 CPU_POINT = (4096, 512, 32768)  # T, H, V
+SMOKE_POINT = (100, 32, 300)
 CUDA_HEADS = ((3584, 152064), (1536, 151936))
 CUDA_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 MIB = 2**20
@@ -248,7 +250,9 @@ def synchronize(point: Point) -> None:
 def points(options: argparse.Namespace) -> list[Point]:
     """What to measure: the sizes asked for, or the device's own."""
     device = options.device
-    if options.tokens:
+    if options.smoke:
+        sizes = [SMOKE_POINT]
+    elif options.tokens:
         sizes = [(options.tokens, options.hidden, options.vocab)]
     elif device == "cuda":
         sizes = [(tokens, *head) for head in CUDA_HEADS for tokens in CUDA_TOKENS]
@@ -330,14 +334,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help="timed runs after one warm-up")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--smoke", action="store_true", help="a tiny size, in this process")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(Point(**json.loads(options.measure)))))
         return
-    rows = []
+    measured = measure if options.smoke else in_own_process
     with Console(stderr=True).status("measuring"):
-        rows = [asdict(point) | in_own_process(point) for point in points(options)]
+        rows = [asdict(point) | measured(point) for point in points(options)]
     print_table(rows, options.device)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

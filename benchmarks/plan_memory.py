@@ -1,6 +1,7 @@
 """Predicted against measured peak memory of whole training steps on a CPU, in fp32.
 
     python -m benchmarks.plan_memory
+    python -m benchmarks.plan_memory --smoke   # a tiny model on one rank: does it run?
 
 For three sizes of student, teacher and reference and four layouts: three Stable-OPD steps, the
 largest resident memory of the last step on the fullest rank, and what commands/plan/memory.py
@@ -10,11 +11,13 @@ which the plan counts. Memory of libraries is subtracted: a tiny run comes first
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
 import random
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +40,24 @@ from stable_opd_mcore.train.step import train_step
 
 MIB = 2**20
 VOCABULARY = 8192
-WORDS = {"problem": 16, "solution": 128}
-RESPONSE_TOKENS = 128
-# 32 rollouts and 8 golden solutions of a step fill four micro-batches: two of each of two ranks.
-MICRO_BATCH_TOKENS = 10 * (16 + 128 + 1)
-SIZES = ((512, 4), (768, 6), (1024, 8))  # hidden size, layers
+PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Size:
+    hidden: int
+    layers: int
+    response_tokens: int = 128
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """32 rollouts and 8 golden solutions of a step fill four micro-batches: two of each of two
+        ranks."""
+        return 10 * (PROMPT_TOKENS + self.response_tokens + 1)
+
+
+SIZES = (Size(512, 4), Size(768, 6), Size(1024, 8))
+SMOKE = Size(128, 2, response_tokens=8)
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"ranks": 1},
     {"ranks": 2, "tensor": 2, "sequence": True},
@@ -61,24 +77,26 @@ def restart_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def write_inputs(directory: str) -> None:
-    """A tokenizer, and prompts of 16 words with golden solutions of 128."""
+def write_inputs(directory: str, response_tokens: int) -> None:
+    """A tokenizer, and prompts with golden solutions."""
     word_tokenizer(VOCABULARY).save_pretrained(directory)
     rng = random.Random(0)
+    words = {"problem": PROMPT_TOKENS, "solution": response_tokens}
     rows = [
-        {name: random_words(number, VOCABULARY, rng) for name, number in WORDS.items()}
+        {name: random_words(number, VOCABULARY, rng) for name, number in words.items()}
         for _ in range(64)
     ]
     lines = [json.dumps(row) + "\n" for row in rows]
     (Path(directory) / "prompts.jsonl").write_text("".join(lines))
 
 
-def config_of(directory: str, parallel: dict[str, Any], hidden: int, layers: int) -> Config:
+def config_of(directory: str, parallel: dict[str, Any], size: Size) -> Config:
+    hidden = size.hidden
     architecture = {
         "model_type": "qwen2",
         "hidden_size": hidden,
         "intermediate_size": 4 * hidden,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": size.layers,
         "num_attention_heads": hidden // 64,
         "num_key_value_heads": 2 * max(1, hidden // 512),
         "max_position_embeddings": 2048,
@@ -93,11 +111,11 @@ def config_of(directory: str, parallel: dict[str, Any], hidden: int, layers: int
         "data": {
             "train": {"path": f"{directory}/prompts.jsonl", "columns": {"answer": None}},
         },
-        "sampling": {"max_new_tokens": RESPONSE_TOKENS},
+        "sampling": {"max_new_tokens": size.response_tokens},
         "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4},
         "kl": {"beta": 0.1},
         "mixture": {"lambda": 0.5},
-        "train": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "recompute": "full"},
+        "train": {"micro_batch_tokens": size.micro_batch_tokens, "recompute": "full"},
         "monitoring": {"tensorboard": False},
         **parallel,
     }
@@ -123,7 +141,7 @@ def measure(config: Config, world: World) -> Work:
     return Work(round(prompt_tokens), round(sum(lengths) / len(lengths)))
 
 
-def compare(rank: int, layout: dict[str, Any], store: str, size: tuple[int, int]) -> None:
+def compare(rank: int, layout: dict[str, Any], store: str, size: Size) -> None:
     """One rank of a row; rank 0 prints it.
 
     Needs processes of its own: freed memory is not returned to the system.
@@ -134,11 +152,11 @@ def compare(rank: int, layout: dict[str, Any], store: str, size: tuple[int, int]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     with tempfile.TemporaryDirectory() as directory:
-        write_inputs(directory)
-        tiny = config_of(directory, parallel, 128, 2)
+        write_inputs(directory, size.response_tokens)
+        tiny = config_of(directory, parallel, replace(size, hidden=128, layers=2))
         world = start_world(tiny.parallel, 0)
         measure(tiny, world)
-        config = config_of(directory, parallel, *size)
+        config = config_of(directory, parallel, size)
         gc.collect()
         before = resident_bytes("VmRSS")
         work = measure(config, world)
@@ -148,9 +166,8 @@ def compare(rank: int, layout: dict[str, Any], store: str, size: tuple[int, int]
         found = gather_objects((measured, plan.peak_bytes))
         fullest, predicted = max(found)
         if rank == 0:
-            hidden, layers = size
             print(
-                f"| {hidden:,}, {layers} | {run.layout} | {predicted / MIB:,.0f} | "
+                f"| {size.hidden:,}, {size.layers} | {run.layout} | {predicted / MIB:,.0f} | "
                 f"{fullest / MIB:,.0f} | {predicted / fullest:.2f} |",
                 flush=True,
             )
@@ -158,11 +175,15 @@ def compare(rank: int, layout: dict[str, Any], store: str, size: tuple[int, int]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on one rank")
+    smoke = parser.parse_args().smoke
+    sizes, layouts = ((SMOKE,), LAYOUTS[:1]) if smoke else (SIZES, LAYOUTS)
     # Else glibc keeps freed blocks of up to 32 MiB, and fragmentation is measured, too.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     print("| hidden size, layers | layout | predicted MiB | measured MiB | ratio |", flush=True)
-    for size in SIZES:
-        for layout in LAYOUTS:
+    for size in sizes:
+        for layout in layouts:
             with tempfile.TemporaryDirectory() as directory:
                 store = (Path(directory) / "store").as_uri()
                 arguments = (layout, store, size)

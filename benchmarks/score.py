@@ -1,6 +1,7 @@
 """Seconds of `stable-opd score` for 10,000 responses, made from a smaller file of real ones.
 
     python -m benchmarks.score GENERATIONS.jsonl [--rows 10000] [--changed] [--output DIR]
+    python -m benchmarks.score --smoke   # four rows of its own: does it run?
 
 The rows of the file are repeated. With --changed each copy exchanges the digits of its numbers of
 two and more digits, in responses and gold answers alike, so that no two copies have the same
@@ -24,6 +25,10 @@ from pathlib import Path
 
 DIGITS = "123456789"
 NUMBER = re.compile(r"\d{2,}")
+SMOKE_ROWS = (
+    {"problem": "7 * 6", "response": "It is \\boxed{42}.", "gold": "42"},
+    {"problem": "7 + 6", "response": "It is \\boxed{12}.", "gold": "13"},
+)
 
 
 def write_rows(source: Path, rows: int, changed: bool, output: Path) -> None:
@@ -49,12 +54,17 @@ def exchanged(text: str, copy: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("source", type=Path)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("source", type=Path, nargs="?")
+    source.add_argument("--smoke", action="store_true", help="score four rows")
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--changed", action="store_true")
     parser.add_argument("--output", type=Path, default=Path(tempfile.mkdtemp()))
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
+    if args.smoke:
+        args.rows, args.changed, args.source = 4, True, args.output / "source.jsonl"
+        args.source.write_text("".join(json.dumps(row) + "\n" for row in SMOKE_ROWS))
     path = args.output / "rows.jsonl"
     write_rows(args.source, args.rows, args.changed, path)
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]

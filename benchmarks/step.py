@@ -1,16 +1,17 @@
 """Seconds, tokens a second and peak memory of a training step, ours and TRL's
 DistillationTrainer.
 
-    python benchmarks/step.py --trl-python /path/to/trl-venv/bin/python
-    python benchmarks/step.py                     # only ours
+    python -m benchmarks.step --trl-python /path/to/trl-venv/bin/python
+    python -m benchmarks.step                     # only ours
+    python -m benchmarks.step --smoke             # does it run? its times mean nothing
 
 Both do the same work: one sampled response to each of 32 prompts, the teacher's hidden states on
 them, the reverse KL over the full vocabulary as a token mean, its gradient, one Adam step; fp32, on
 the same weights and prompts. "ours, opd" is the method's own objective, from the teacher's
 log-probabilities of the sampled tokens. Case "even": every response runs to 128 tokens. Case
 "tailed": lengths of a log-normal, up to 512, imposed on both by the stop token's logit. Every
-figure is a median over the measured steps of processes that run in turn. Not a test: it asserts no
-speed.
+figure is a median over the measured steps of processes that run in turn. On a busy machine only the
+CPU seconds, with --threads 1, can be compared. Not a test: it asserts no speed.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
 
+from benchmarks.step_work import EOS, Steps, Work, force_stops, resident_mib
+
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # started as a file, not as a module
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.step_work import EOS, Steps, Work, force_stops, resident_mib  # noqa: E402
-
-CASES = ("even", "tailed")
+CASES = ("even", "tailed", "smoke")
 VOCABULARY, PROMPTS, PROMPT_TOKENS = 2048, 32, 16
 STUDENT = {"hidden_size": 256, "num_hidden_layers": 4, "heads": 4, "intermediate_size": 768}
 TEACHER = {"hidden_size": 384, "num_hidden_layers": 6, "heads": 6, "intermediate_size": 1152}
 MEDIAN_LENGTH, LOG_SPREAD, LONGEST = 115, 0.8, 512  # case "tailed": mean 151
+SMOKE_LENGTHS = (1, 2, 5, 9)  # with a budget of 8
 MICRO_BATCH_TOKENS = 1152  # TRL's micro-batch: 8 responses of 16 + 128
 
 
 def lengths_of(case: str) -> tuple[tuple[int, ...], int]:
     """Response lengths and budget of a case; "tailed" is 32 quantiles in a seeded order."""
+    if case == "smoke":
+        return SMOKE_LENGTHS * (PROMPTS // len(SMOKE_LENGTHS)), 8
     if case == "even":
         return (129,) * PROMPTS, 128  # the stop token would come after the last
     normal = NormalDist(math.log(MEDIAN_LENGTH), LOG_SPREAD)
@@ -145,9 +146,9 @@ def measure_ours(work: Work) -> Steps:
     run = replace(run, engine=scripted_engine(run, work.lengths))
     steps, state = Steps(started_mib=resident_mib(peak=False)), TrainState()
     for _ in range(work.steps):
-        start = time.perf_counter()
+        start, cpu_before = time.perf_counter(), time.process_time()
         result = train_step(run, state)
-        seconds = time.perf_counter() - start
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_before
         state = result.state
         if state.step <= work.warmup_steps:
             continue
@@ -157,6 +158,7 @@ def measure_ours(work: Work) -> Steps:
             metrics["time/rollout"] or 0.0,
             metrics["time/score"] or 0.0,
             seconds,
+            cpu,
             response_tokens,
             metrics["loss/total"] or 0.0,
         )
@@ -168,23 +170,27 @@ def measure_ours(work: Work) -> Steps:
 def scripted_engine(run: Any, lengths: Sequence[int]) -> Any:
     """The embedded engine; the response to prompt i of a step stops at lengths[i]."""
     from stable_opd_mcore.rollout.embedded import EmbeddedEngine
-    from stable_opd_mcore.rollout.noise import row_key
+    from stable_opd_mcore.rollout.noise import row_key, sample_rows
+
+    length_of_key: dict[int, int] = {}
 
     class ScriptedEngine(EmbeddedEngine):
         def generate(self, prompts, sampling, *, step):
             keys = [row_key(sampling.seed, step, prompt.prompt_id, 0) for prompt in prompts]
-            self.length_of_key = dict(zip(keys, lengths, strict=True))
+            length_of_key.update(zip(keys, lengths, strict=True))
             return super().generate(prompts, sampling, step=step)
 
-        def _sample(self, hidden_BH, keys_B, position, sampling):
-            self.due_B = [self.length_of_key[key] == position + 1 for key in keys_B.tolist()]
-            return super()._sample(hidden_BH, keys_B, position, sampling)
-
-        def _logits(self, hidden_BH):
-            return force_stops(super()._logits(hidden_BH), self.due_B)
+    def sampler(logits_BV, keys_B, positions_B, sampling):
+        rows = zip(keys_B.tolist(), positions_B.tolist(), strict=True)
+        due_B = [length_of_key[key] == position + 1 for key, position in rows]
+        return sample_rows(force_stops(logits_BV, due_B), keys_B, positions_B, sampling)
 
     return ScriptedEngine(
-        run.student.chunks, run.world, run.tokenizer.decode, vocab_size=run.tokenizer.vocab_size
+        run.student.chunks,
+        run.world,
+        run.tokenizer.decode,
+        vocab_size=run.tokenizer.vocab_size,
+        sampler=sampler,
     )
 
 
@@ -221,6 +227,7 @@ def merge(runs: Sequence[Steps]) -> dict[str, Any]:
     seconds = {name: median(x for run in runs for x in getattr(run, name)) for name in phases}
     return {
         "seconds": seconds,
+        "cpu_seconds": median(x for run in runs for x in run.cpu),
         "fastest_step": min(x for run in runs for x in run.total),
         "slowest_step": max(x for run in runs for x in run.total),
         "tokens_per_second": runs[0].response_tokens[0] / seconds["total"],
@@ -236,7 +243,9 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     from rich.console import Console
 
     ours = [sys.executable, "-m", "benchmarks.step", "--measure"]
-    systems = {"ours": (ours, "gkd"), "ours, opd": (ours, "opd")}
+    systems = {"ours": (ours, "gkd")}
+    if not options.smoke:
+        systems["ours, opd"] = (ours, "opd")
     if options.trl_python:
         systems["TRL"] = ([options.trl_python, "-m", "benchmarks.trl_step"], "gkd")
     rows = []
@@ -260,6 +269,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     for row in rows:
         trl = [r for r in rows if r["case"] == row["case"] and r["system"] == "TRL"]
         row["times_trl"] = row["tokens_per_second"] / trl[0]["tokens_per_second"] if trl else None
+        row["cpu_times_trl"] = trl[0]["cpu_seconds"] / row["cpu_seconds"] if trl else None
     return rows
 
 
@@ -270,7 +280,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     table = Table(title=f"Seconds of a step, medians; load average {os.getloadavg()[0]:.1f}")
     for column in ("case", "system", "rollout", "score", "update", "step", "fastest to slowest"):
         table.add_column(column, justify="left" if column in ("case", "system") else "right")
-    for column in ("tokens/s", "x TRL", "peak MiB", "of it in steps", "loss"):
+    for column in ("CPU s", "tokens/s", "x TRL", "in CPU s", "peak MiB", "of it in steps", "loss"):
         table.add_column(column, justify="right")
     for row in rows:
         seconds = [f"{row['seconds'][k]:.2f}" for k in ("rollout", "score", "update", "total")]
@@ -279,26 +289,30 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
             row["system"],
             *seconds,
             f"{row['fastest_step']:.2f} to {row['slowest_step']:.2f}",
+            f"{row['cpu_seconds']:.2f}",
             f"{row['tokens_per_second']:,.0f}",
-            "" if row["times_trl"] is None else f"{row['times_trl']:.2f}",
+            *("" if row[k] is None else f"{row[k]:.2f}" for k in ("times_trl", "cpu_times_trl")),
             f"{row['peak_mib']:,.0f}",
             f"{row['peak_mib'] - row['started_mib']:,.0f}",
             f"{row['loss']:.4f}",
         )
-    Console(width=130).print(table)
+    Console(width=140).print(table)
 
 
 def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--trl-python", help="python of a venv with trl 1.16; without it, ours")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES[:2])
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a process")
     parser.add_argument("--rounds", type=int, default=2, help="processes per case and system")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--smoke", action="store_true", help="one step of short responses")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.smoke:
+        options.cases, options.steps, options.rounds, options.threads = ("smoke",), 1, 1, 1
     if options.measure:
         given = json.loads(options.measure[0])
         steps = measure_ours(Work(**given | {"lengths": tuple(given["lengths"])}))

@@ -46,18 +46,26 @@ class Steps:
     score: list[float] = field(default_factory=list)
     update: list[float] = field(default_factory=list)  # all the rest of the step
     total: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)  # the process's, on all its cores
     response_tokens: list[int] = field(default_factory=list)  # seen by the loss
     loss: list[float] = field(default_factory=list)
     started_mib: float = 0.0  # resident before the first step
     peak_mib: float = 0.0  # resident at most, libraries included
 
     def add(
-        self, rollout: float, score: float, total: float, response_tokens: int, loss: float
+        self,
+        rollout: float,
+        score: float,
+        total: float,
+        cpu: float,
+        response_tokens: int,
+        loss: float,
     ) -> None:
         self.rollout.append(rollout)
         self.score.append(score)
         self.update.append(total - rollout - score)
         self.total.append(total)
+        self.cpu.append(cpu)
         self.response_tokens.append(response_tokens)
         self.loss.append(loss)
 

@@ -1,6 +1,7 @@
 """Seconds and bytes per second of each transport of weights, compared with plain copies.
 
-    python benchmarks/sync.py [--sglang-python .venv-sglang/bin/python] [--hidden 1024 --layers 16]
+    python -m benchmarks.sync [--sglang-python .venv-sglang/bin/python] [--hidden 1024 --layers 16]
+    python -m benchmarks.sync --smoke   # a tiny model, one round: does it run?
 
 One real SGLang server on this machine's CPU takes the weights of a random Qwen2 in fp32 from this
 process. Transports and plain copies ("wires") alternate, in another order every round. The first
@@ -29,7 +30,6 @@ import contextlib
 import itertools
 import os
 import random
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -41,30 +41,26 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # started as a file, not as a module
-    sys.path.insert(0, str(ROOT))
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as multiprocessing  # noqa: E402
-
-from stable_opd_mcore.config.schema import ParallelConfig  # noqa: E402
-from stable_opd_mcore.models.description.architecture import read_architecture  # noqa: E402
-from stable_opd_mcore.models.gpt import build_model  # noqa: E402
-from stable_opd_mcore.parallel.world import start_world, stop_world  # noqa: E402
-from stable_opd_mcore.rollout.sglang.group import DistributedTransport  # noqa: E402
-from stable_opd_mcore.rollout.sglang.server_setup import model_config, write_model_config  # noqa: E402
-from stable_opd_mcore.rollout.sglang.sync import send_weights  # noqa: E402
-from stable_opd_mcore.rollout.sglang.transports import (  # noqa: E402
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.parallel.world import start_world, stop_world
+from stable_opd_mcore.rollout.sglang.group import DistributedTransport
+from stable_opd_mcore.rollout.sglang.server_setup import model_config, write_model_config
+from stable_opd_mcore.rollout.sglang.sync import send_weights
+from stable_opd_mcore.rollout.sglang.transports import (
     DiskTransport,
     Target,
     TensorTransport,
     Transport,
 )
-from stable_opd_mcore.serving.client import SglangClient  # noqa: E402
-from stable_opd_mcore.serving.process import ServerOptions, SglangServer  # noqa: E402
-from tests.integration.hosts import Host, cannot_make_hosts, hosts, on  # noqa: E402
+from stable_opd_mcore.serving.client import SglangClient
+from stable_opd_mcore.serving.process import ServerOptions, SglangServer
+from tests.integration.hosts import Host, cannot_make_hosts, hosts, on
 
 WIRE_OF = {"distributed": "broadcast", "tensor": "memory", "disk": "files"}
 ONE_BUFFER = "one buffer"
@@ -81,8 +77,12 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--bucket-mib", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, one round")
     parser.add_argument("--gbit-per-second", type=float, help="of a link between two hosts")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.hidden, arguments.layers, arguments.repeats = 128, 2, 1
+        arguments.vocabulary, arguments.bucket_mib = 1024, 1
     torch.set_num_threads(1)
     with ExitStack() as stack:
         other = stack.enter_context(another_host(arguments.gbit_per_second))

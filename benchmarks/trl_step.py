@@ -99,11 +99,11 @@ class Record(TrainerCallback):
         self.warmup_steps = warmup_steps
         self.trainer: TimedTrainer | None = None
         self.steps = Steps()
-        self.start = 0.0
+        self.start = self.cpu_start = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.steps.started_mib = resident_mib(peak=False)
-        self.start = time.perf_counter()
+        self.start, self.cpu_start = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         assert self.trainer is not None
@@ -113,11 +113,12 @@ class Record(TrainerCallback):
                 seconds["rollout"],
                 seconds["score"],
                 now - self.start,
+                time.process_time() - self.cpu_start,
                 self.trainer.response_tokens,
                 self.trainer.loss_sum,
             )
         self.trainer.loss_sum = 0.0
-        self.start = time.perf_counter()
+        self.start, self.cpu_start = time.perf_counter(), time.process_time()
 
 
 def measure(work: Work) -> Steps:

@@ -1,5 +1,7 @@
-"""A Hugging Face hub on this machine: the routes that downloads use. Not the hub's own code."""
+"""A Hugging Face hub on this machine: the routes that downloads and uploads use. Not the hub's own
+code."""
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -54,6 +56,41 @@ def hub_server(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[tupl
 
     with http_server(reply) as url:
         yield url, asked
+
+
+@contextlib.contextmanager
+def upload_server(token: str) -> Iterator[tuple[str, dict[str, dict[str, bytes]], list[bytes]]]:
+    """Yields the URL, the files of each repository, and the bodies of requests to create one. It
+    takes this token, and files of any size within the commit."""
+    files: dict[str, dict[str, bytes]] = {}
+    created: list[bytes] = []
+
+    def reply(request: Request) -> tuple[int, bytes]:
+        path = urlsplit(request.path).path
+        if path == "/api/agent-harnesses":  # huggingface_hub asks it before the first request
+            return 404, b"{}"
+        if request.headers.get("Authorization") != f"Bearer {token}":
+            return 401, b'{"error": "Invalid credentials"}'
+        asked = [json.loads(line) for line in request.body.splitlines()]
+        if path == "/api/repos/create":
+            created.append(request.body)
+            name = f"{asked[0]['organization']}/{asked[0]['name']}"
+            files.setdefault(name, {})
+            return 200, json.dumps({"url": f"{url}/{name}", "name": name, "id": "1"}).encode()
+        name = "/".join(path.split("/")[3:5])
+        if path == f"/api/models/{name}/preupload/main":
+            wanted = [{"path": each["path"], "uploadMode": "regular"} for each in asked[0]["files"]]
+            answer = [each | {"shouldIgnore": False} for each in wanted]
+            return 200, json.dumps({"files": answer}).encode()
+        if path == f"/api/models/{name}/commit/main":
+            values = [each["value"] for each in asked if each["key"] == "file"]
+            files[name] |= {each["path"]: base64.b64decode(each["content"]) for each in values}
+            commit = {"commitUrl": f"{url}/{name}/commit/{COMMIT}", "commitOid": COMMIT}
+            return 200, json.dumps(commit).encode()
+        return 200, b"{}"  # the check of a card's metadata
+
+    with http_server(reply) as url:
+        yield url, files, created
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:

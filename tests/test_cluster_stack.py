@@ -4,10 +4,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
+import yaml
 from packaging.requirements import Requirement
 
+from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.serving.process import RELEASE
 
@@ -33,6 +36,23 @@ def test_the_project_accepts_the_stack() -> None:
     for requirement in map(Requirement, PROJECT["dependencies"]):
         if requirement.name in PACKAGES:
             assert requirement.specifier.contains(PACKAGES[requirement.name]), requirement
+
+
+def test_the_skypilot_task_installs_the_stack_and_starts_torchrun_sh() -> None:
+    """SkyPilot itself reads the file where it is installed."""
+    path = ROOT / "launch/skypilot.yaml"
+    task = yaml.safe_load(path.read_text())
+    image = STACK["image"].replace("-cudnn", "")  # torch brings its own cuDNN
+    assert task["resources"]["image_id"] == f"docker:{image}"
+    assert f"python{STACK['python']}/" in task["setup"]
+    assert task["run"].split() == ["launch/torchrun.sh", "train", '"$CONFIG"', "$ARGUMENTS"]
+    assert load_config(ROOT / task["envs"]["CONFIG"]).student.path == "models/Qwen3-1.7B-Base"
+    for script in (task["setup"], task["run"]):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    if find_spec("sky"):
+        import sky
+
+        assert sky.Task.from_yaml(str(path)).name == "stable-opd"
 
 
 def test_sglangs_own_pins_are_in_the_stack() -> None:

@@ -58,6 +58,8 @@ THIRD_PARTIES = {
     "h11": {"serving/exchange"},
     "tensorboard": {"monitoring"},
     "wandb": {"monitoring/trackers"},
+    "trackio": {"monitoring/trackers"},
+    "swanlab": {"monitoring/trackers"},
     "mlflow": {"monitoring/trackers"},
     "typer": {"cli", "commands"},
 }

@@ -16,7 +16,8 @@ _HEAD = """# Settings
 
 A config is one YAML file with these keys. Any of them can be overridden on the command line:
 `stable-opd train CONFIG train.steps=10 kl.beta=0.1`. An unknown key or a value of another type ends
-the run with one message. Each key is followed by its type and default.
+the run with one message. Each key is followed by its type and default. Most runs set only
+[the ten settings that matter](first_gpu_day.md#the-ten-settings-that-matter).
 
 *This page is generated: `python -m tools.settings_page > docs/configuration.md`.*
 """

@@ -1,14 +1,15 @@
 """Write the games, golden transcripts and tokenizer of docs/evidence/alfworld.md.
 
     python -m benchmarks.alfworld.games OUT
+    python -m benchmarks.alfworld.games OUT --smoke   # three games: does it run?
 
 The games are files game.tw-pddl for ALFWorld's engine, with its own rules and texts: "put a hot mug
 from drawer 1 in shelf 1". The package `alfworld` must be installed.
 """
 
+import argparse
 import json
 import random
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import product
@@ -21,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.alfworld.play import append, restart, start
 
 NUM_GAMES = {"train": 192, "eval": 64}
+SMOKE_GAMES = {"train": 2, "eval": 1}
 OBJECTS = ("apple", "bowl", "mug", "plate", "potato")
 PLACES = {"cabinet": True, "countertop": False, "drawer": True, "shelf": False, "sidetable": False}
 DEVICES = {"fridge": True, "microwave": True, "sinkbasin": False}  # name -> whether it opens
@@ -138,10 +140,10 @@ def write_tokenizer(texts: list[str], directory: Path) -> None:
     print(f"{len(vocabulary)} tokens in {directory}")
 
 
-def write(directory: Path) -> None:
+def write(directory: Path, num_games: Mapping[str, int]) -> None:
     (directory / "games").mkdir(parents=True, exist_ok=True)
     every = iter(enumerate(tasks()))
-    for split, count in NUM_GAMES.items():
+    for split, count in num_games.items():
         rows = list[dict[str, str]]()
         for _ in range(count):
             seed, task = next(every)
@@ -168,7 +170,13 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     print(f"{len(lines)} rows in {path}")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="three games")
+    options = parser.parse_args()
+    write(options.directory, SMOKE_GAMES if options.smoke else NUM_GAMES)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    write(Path(sys.argv[1]))
+    main()

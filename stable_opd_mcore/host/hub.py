@@ -31,12 +31,12 @@ IMAGE_FILES = (
 )
 MODEL_FILES = (*TOKENIZER_FILES, *IMAGE_FILES, "model.safetensors.index.json", "*.safetensors")
 COMMIT = "[0-9a-f]{40}"  # the pattern of a commit
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = r"[\w.-]+/[\w.-]+"  # the pattern of owner/name
 
 
 def is_hub_id(path: str) -> bool:
     """Whether a text has the form owner/name and is not a path on this machine."""
-    return bool(_HUB_ID.fullmatch(path)) and path[0] not in "./~" and not Path(path).exists()
+    return bool(re.fullmatch(HUB_ID, path)) and path[0] not in "./~" and not Path(path).exists()
 
 
 def download(

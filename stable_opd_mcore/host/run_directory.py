@@ -30,6 +30,8 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.wandb_id = self.path / "wandb_id"  # the tracker's id of this run
+        self.trackio_id = self.path / "trackio_id"
+        self.swanlab_id = self.path / "swanlab_id"
         self.mlflow_id = self.path / "mlflow_id"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"  # the trained student in Hugging Face form

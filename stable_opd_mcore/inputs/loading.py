@@ -33,7 +33,8 @@ from stable_opd_mcore.models.description.config_fields import decoder_settings, 
 from stable_opd_mcore.records import Rollout
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
-_TRACKERS = {"wandb": "false", "mlflow": "null"}  # package and setting -> its value for none
+# package and setting -> its value for none
+_TRACKERS = {"wandb": "false", "trackio": "false", "swanlab": "false", "mlflow": "null"}
 _log = logging.getLogger(__name__)
 
 

@@ -26,7 +26,14 @@ from stable_opd_mcore.host.json_files import validated
 from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.names import require_known
-from stable_opd_mcore.monitoring.trackers import MlflowSink, TensorBoardSink, WandbSink
+from stable_opd_mcore.monitoring.trackers import (
+    MlflowSink,
+    RunSink,
+    SwanlabSink,
+    TensorBoardSink,
+    TrackioSink,
+    WandbSink,
+)
 
 GUARD_EVENT = "guard"  # a resumed run writes it again
 
@@ -43,11 +50,15 @@ class MetricSinks:
     def __init__(self, directory: str | Path, config: Config, first_step: int):
         directory = Path(directory)
         self._jsonl = JsonlSink(RunDirectory(directory).metrics, first_step)
-        self._trackers: list[TensorBoardSink | WandbSink | MlflowSink] = []
+        self._trackers: list[TensorBoardSink | RunSink | MlflowSink] = []
         if config.monitoring.tensorboard:
             self._trackers.append(TensorBoardSink(RunDirectory(directory).tensorboard, first_step))
         if config.monitoring.wandb:
             self._trackers.append(WandbSink(directory, config))
+        if config.monitoring.trackio:
+            self._trackers.append(TrackioSink(directory, config))
+        if config.monitoring.swanlab:
+            self._trackers.append(SwanlabSink(directory, config))
         if config.monitoring.mlflow is not None:
             self._trackers.append(MlflowSink(directory, config))
 

@@ -1,15 +1,16 @@
-"""Sinks other than metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+"""Sinks other than metrics.jsonl: TensorBoard, Weights & Biases, Trackio, SwanLab, MLflow.
 
-Each writes the defined values of its rows. wandb and mlflow are packages of their own, which
+Each writes the defined values of its rows. All but TensorBoard are packages of their own, which
 `pip install -e '.[trackers]'` adds; a run that asks for a missing one is refused. Their
-id of the run is kept in the run directory (`wandb_id`, `mlflow_id`), so that a resumed run
+id of the run is kept in the run directory (`wandb_id`, `mlflow_id`, ...), so that a resumed run
 continues in the same place.
 
 A resumed run repeats the steps after its checkpoint. TensorBoard forgets the earlier values, MLflow
-keeps both, Weights & Biases keeps the first. Only metrics.jsonl holds every step exactly once.
+and Trackio keep both, Weights & Biases keeps the first, and without a network SwanLab writes a
+second folder with the same id. Only metrics.jsonl holds every step exactly once.
 """
 
-# wandb and mlflow are not installed where types are checked.
+# The trackers' packages are not installed where types are checked.
 # pyright: reportMissingImports=false
 
 import os
@@ -17,6 +18,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from stable_opd_mcore.config.changes import by_dotted_key
 from stable_opd_mcore.config.schema import Config
@@ -47,7 +49,21 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
+class RunSink:
+    """A run of a package with the interface of Weights & Biases: `init` gives a run, which has
+    `log` and `finish`. A subclass opens the run."""
+
+    def __init__(self, run: Any):
+        self._run = run
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbSink(RunSink):
     """A run of Weights & Biases, whose own settings hold the account and whether it is offline."""
 
     def __init__(self, directory: Path, config: Config):
@@ -56,15 +72,15 @@ class WandbSink:
         except ImportError as error:
             raise missing_tracker("wandb") from error
         path = RunDirectory(directory).wandb_id
-        name = path.read_text().strip() if path.is_file() else uuid.uuid4().hex[:12]
+        name = _kept_id(path)
         try:
-            self._run = wandb.init(
+            run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", PROJECT),
                 name=config.run.name,
                 id=name,
                 resume="allow",
                 dir=str(directory),
-                config=config.model_dump(mode="json", by_alias=True),
+                config=_settings_of(config),
                 settings=wandb.Settings(console="off"),
             )
         except wandb.Error as error:  # no account, no such project, no network
@@ -72,13 +88,69 @@ class WandbSink:
                 f"Weights & Biases refuses the run: {error}. Log in with `wandb login`, set "
                 "WANDB_MODE=offline, or set monitoring.wandb=false"
             ) from error
+        super().__init__(run)
         write_atomically(path, f"{name}\n".encode())
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+class TrackioSink(RunSink):
+    """A run of Trackio: on this machine, or where its own variables say (TRACKIO_SPACE_ID).
+
+    Trackio resumes by name, so the name has an id in it.
+    """
+
+    def __init__(self, directory: Path, config: Config):
+        try:
+            import trackio
+        except ImportError as error:
+            raise missing_tracker("trackio") from error
+        path = RunDirectory(directory).trackio_id
+        name = _kept_id(path)
+        try:
+            run = trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+                name=f"{config.run.name}-{name}",
+                resume="allow",
+                config=_settings_of(config),
+                embed=False,
+            )
+        except ValueError as error:  # a project's name or a server's address
+            raise UserError(
+                f"Trackio refuses the run: {error}. Change its TRACKIO_* variables, or set "
+                "monitoring.trackio=false"
+            ) from error
+        super().__init__(run)
+        write_atomically(path, f"{name}\n".encode())
+
+
+class SwanlabSink(RunSink):
+    """A run of SwanLab, whose own variables hold the account and whether it is offline."""
+
+    def __init__(self, directory: Path, config: Config):
+        try:
+            import swanlab
+            from swanlab.exceptions import AuthenticationError
+        except ImportError as error:
+            raise missing_tracker("swanlab") from error
+        path = RunDirectory(directory).swanlab_id
+        name = _kept_id(path)
+        (directory / "swanlab").mkdir(exist_ok=True)
+        try:
+            run = swanlab.init(
+                project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
+                name=config.run.name,
+                id=name,
+                resume="allow",
+                log_dir=str(directory / "swanlab"),
+                config=_settings_of(config),
+            )
+        # no account, no such project, no network: its ApiError is an OSError
+        except (RuntimeError, ValueError, OSError, AuthenticationError) as error:
+            raise UserError(
+                f"SwanLab refuses the run: {error}. Set SWANLAB_API_KEY or SWANLAB_MODE=offline, "
+                "or set monitoring.swanlab=false"
+            ) from error
+        super().__init__(run)
+        write_atomically(path, f"{name}\n".encode())
 
 
 class MlflowSink:
@@ -109,9 +181,7 @@ class MlflowSink:
             self._id: str = run.info.run_id
             settings = [
                 Param(key, str(value)[:MLFLOW_CHARACTERS])
-                for key, value in by_dotted_key(
-                    config.model_dump(mode="json", by_alias=True)
-                ).items()
+                for key, value in by_dotted_key(_settings_of(config)).items()
             ]
             for begin in range(0, len(settings), MLFLOW_BATCH):
                 self._client.log_batch(self._id, params=settings[begin : begin + MLFLOW_BATCH])
@@ -129,3 +199,12 @@ class MlflowSink:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def _settings_of(config: Config) -> dict[str, Any]:
+    return config.model_dump(mode="json", by_alias=True)
+
+
+def _kept_id(path: Path) -> str:
+    """The tracker's id of the run in this file, else a new one."""
+    return path.read_text().strip() if path.is_file() else uuid.uuid4().hex[:12]

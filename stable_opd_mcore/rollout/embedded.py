@@ -48,7 +48,7 @@ from stable_opd_mcore.rollout.episodes import Episode, WhatFollows
 from stable_opd_mcore.rollout.inference import inference_mode, run_layers
 from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.rollout.kv_cache import KVCache
-from stable_opd_mcore.rollout.noise import row_key, sample_tokens, uniforms
+from stable_opd_mcore.rollout.noise import Sampler, row_key, sample_rows
 
 # Finished rows are dropped when at most this share of the batch is still running. Between 0.75 and
 # 0.9 the time is the same; never dropping takes three times as long on a long-tailed batch.
@@ -69,6 +69,7 @@ class EmbeddedEngine(RolloutEngine):
     max_staleness: int = 0  # rollout.max_staleness
     partial: bool = False  # rollout.partial
     interaction: Interaction = field(default_factory=Interaction)  # answers the student's turns
+    sampler: Sampler = sample_rows  # picks the next token of each row; see noise.py
 
     def __post_init__(self) -> None:
         self._chunks: list[HiddenStatesGPTModel] = unwrap_model(list(self.chunks))
@@ -325,12 +326,8 @@ class EmbeddedEngine(RolloutEngine):
         """Sample on the last stage and broadcast to the replica: tokens_B, logprobs_B."""
         sampled_2B = torch.empty(2, len(keys_B), dtype=torch.float64, device=keys_B.device)
         if hidden_BH is not None:
-            tokens_B, logprobs_B = sample_tokens(
-                self._logits(hidden_BH),
-                sampling.temperature,
-                sampling.top_p,
-                uniforms(keys_B, positions_B),
-            )
+            logits_BV = self._logits(hidden_BH)
+            tokens_B, logprobs_B = self.sampler(logits_BV, keys_B, positions_B, sampling)
             if self.world.model_group.size() == 1:
                 return tokens_B, logprobs_B
             sampled_2B = torch.stack((tokens_B.double(), logprobs_B.double()))

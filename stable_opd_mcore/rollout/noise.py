@@ -12,9 +12,15 @@ Letters: B rows, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from stable_opd_mcore.records import Sampling
+
+# logits_BV, keys_B, positions_B, sampling -> tokens_B, logprobs_B: see `sample_rows`
+Sampler = Callable[[Tensor, Tensor, Tensor, Sampling], tuple[Tensor, Tensor]]
 
 
 def _signed(value: int) -> int:
@@ -48,6 +54,14 @@ def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
 
 def _shift(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def sample_rows(
+    logits_BV: Tensor, keys_B: Tensor, positions_B: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """`sample_tokens` with the noise of rows with these keys at these positions, both int64."""
+    noise_B = uniforms(keys_B, positions_B)
+    return sample_tokens(logits_BV, sampling.temperature, sampling.top_p, noise_B)
 
 
 def sample_tokens(

@@ -1,7 +1,7 @@
-"""TensorBoard, Weights & Biases and MLflow, each with the real library and without a network.
+"""TensorBoard and the trackers, each with the real library and without a network.
 
-wandb and mlflow (extra `trackers`, 190 MB) are not in the development environment; without them
-their tests are skipped. CI does not install them.
+The packages of the extra `trackers` (400 MB) are not in the development environment; without
+them their tests are skipped. CI does not install them.
 """
 
 import importlib.util
@@ -14,10 +14,12 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Mean, Metrics
 from stable_opd_mcore.monitoring.metric_sinks import MetricSinks
-from stable_opd_mcore.monitoring.trackers import MlflowSink, WandbSink
+from stable_opd_mcore.monitoring.trackers import MlflowSink, SwanlabSink, TrackioSink, WandbSink
 from tests.commands.report.make_run import config
 
 HAS_WANDB = importlib.util.find_spec("wandb") is not None
+HAS_TRACKIO = importlib.util.find_spec("trackio") is not None
+HAS_SWANLAB = importlib.util.find_spec("swanlab") is not None
 HAS_MLFLOW = all(importlib.util.find_spec(name) for name in ("mlflow", "sqlalchemy", "alembic"))
 
 
@@ -43,6 +45,8 @@ def test_tensorboard_has_every_step_once(tmp_path):
     ("package", "settings", "off"),
     [
         ("wandb", {"wandb": True}, "monitoring.wandb=false"),
+        ("trackio", {"trackio": True}, "monitoring.trackio=false"),
+        ("swanlab", {"swanlab": True}, "monitoring.swanlab=false"),
         ("mlflow", {"mlflow": "http://localhost:1"}, "monitoring.mlflow=null"),
     ],
 )
@@ -74,6 +78,47 @@ def test_wandb_keeps_project_entity_tags_and_the_run_over_a_resume(tmp_path, mon
     assert run.config["student"]["path"] == "somewhere"
     assert run.id == first
     sink.close()
+
+
+@pytest.mark.skipif(not HAS_TRACKIO, reason="needs trackio")
+def test_trackio_keeps_settings_project_and_the_run_over_a_resume(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported
+    monkeypatch.setenv("TRACKIO_PROJECT", "p")
+    settings = config(monitoring={"tensorboard": False, "trackio": True})
+    write(tmp_path, settings, range(3))
+    write(tmp_path, settings, range(2, 4), first_step=2)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (run,) = SQLiteStorage.get_runs("p")
+    assert run == f"a-run-{(tmp_path / 'trackio_id').read_text().strip()}"
+    found = SQLiteStorage.get_logs("p", run)
+    assert [(row["step"], row["loss/pg"]) for row in found] == [(n, n) for n in (0, 1, 2, 2, 3)]
+    assert not any("kl/reference" in row for row in found)
+    kept = SQLiteStorage.get_run_config("p", run)
+    assert kept is not None
+    assert kept["student"]["path"] == "somewhere"
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "nonsense")
+    with pytest.raises(UserError, match=r"Trackio refuses the run: .*monitoring.trackio=false"):
+        TrackioSink(tmp_path, settings)
+
+
+@pytest.mark.skipif(not HAS_SWANLAB, reason="needs swanlab")
+def test_swanlab_keeps_settings_and_the_run_over_a_resume(tmp_path, monkeypatch):
+    monkeypatch.setenv("SWANLAB_ROOT", str(tmp_path / "account"))  # none is logged in
+    settings = config(monitoring={"tensorboard": False, "swanlab": True})
+    monkeypatch.setenv("SWANLAB_MODE", "online")
+    with pytest.raises(UserError, match=r"SwanLab refuses the run: .*SWANLAB_MODE=offline"):
+        SwanlabSink(tmp_path, settings)
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    write(tmp_path, settings, range(3))
+    write(tmp_path, settings, range(2, 4), first_step=2)
+    name = (tmp_path / "swanlab_id").read_text().strip()
+    files = list((tmp_path / "swanlab").glob(f"run-*-{name}/run-{name}.swanlab"))
+    assert files
+    for file in files:  # one a start, or one for both in the same second
+        assert b"loss/pg" in file.read_bytes()
+        assert b"kl/reference" not in file.read_bytes()
+        assert "path: somewhere" in (file.parent / "files" / "config.yaml").read_text()
 
 
 @pytest.mark.skipif(not HAS_MLFLOW, reason="needs mlflow, sqlalchemy and alembic")

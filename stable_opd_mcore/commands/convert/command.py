@@ -1,12 +1,12 @@
 """The command `convert`: its options."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from stable_opd_mcore.commands.options import importing, require_path
-from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.commands.options import importing
 
 
 def convert(
@@ -16,7 +16,12 @@ def convert(
             help="A Hugging Face directory or hub id, a Megatron checkpoint, or a PEFT adapter."
         ),
     ],
-    target: Annotated[Path, typer.Argument(help="The directory to write; must not exist.")],
+    target: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The directory to write; must not exist. With --push-to-hub: optional."
+        ),
+    ] = None,
     tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks (torchrun).")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="Pipeline stages (torchrun).")] = 1,
     tokenizer: Annotated[
@@ -25,24 +30,19 @@ def convert(
     revision: Annotated[
         str | None, typer.Option(help="Commit of a hub id; default: the newest.")
     ] = None,
+    push_to_hub: Annotated[str | None, typer.Option(help="OWNER/NAME: upload it too.")] = None,
+    report_url: Annotated[str | None, typer.Option(help="Of a report, for the card.")] = None,
 ) -> None:
     """Convert a model from Hugging Face to Megatron or back, depending on what SOURCE holds."""
-    from stable_opd_mcore.host.atomic_files import require_new_directory
-    from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
+    from stable_opd_mcore.host.hub_upload import model_directory
 
-    directory = Path(source)
-    if not is_hub_id(source):
-        require_path(directory, "a model's or a checkpoint's directory, or a hub id (owner/name)")
-        if revision is not None:
-            raise UserError(
-                f"--revision {revision}: {source} is a path, and only a hub id has revisions; "
-                "leave it out"
-            )
-    require_new_directory(target)
-    if is_hub_id(source):
-        directory, commit = download(source, "model", MODEL_FILES, revision)
-        typer.echo(f"downloaded commit {commit}")
+    directory = model_directory(source, revision, target, push_to_hub, typer.echo)
     with importing():
         from stable_opd_mcore.commands.convert.convert import convert as run_conversion
+        from stable_opd_mcore.commands.convert.model_card import Upload
 
-    typer.echo(f"{run_conversion(directory, target, tensor, pipeline, tokenizer)}: {target}")
+    upload = Upload.of(directory, target, push_to_hub, report_url)
+    if target is not None:
+        typer.echo(f"{run_conversion(directory, target, tensor, pipeline, tokenizer)}: {target}")
+    if upload is not None and int(os.environ.get("RANK", "0")) == 0:
+        typer.echo(upload.run())

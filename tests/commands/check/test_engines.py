@@ -47,7 +47,9 @@ def test_rollouts_to_replay_are_looked_for_before_the_start(tmp_path):
     assert message in errors(config)
 
 
-@pytest.mark.parametrize(("package", "value"), [("wandb", True), ("mlflow", "sqlite:///m.db")])
+@pytest.mark.parametrize(
+    ("package", "value"), [("wandb", True), ("swanlab", True), ("mlflow", "sqlite:///m.db")]
+)
 def test_an_absent_tracker_is_refused_before_the_start(package, value, tmp_path, monkeypatch):
     monkeypatch.setattr("stable_opd_mcore.inputs.loading.find_spec", lambda _: None)
     config = tiny_config(tmp_path, "tracked", monitoring={package: value})

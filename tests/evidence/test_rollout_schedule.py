@@ -6,8 +6,14 @@ from functools import partial
 
 import pytest
 
-from benchmarks import rollout_schedule as bench
-from benchmarks.rollout_schedule import FITTED, PROMPT_TOKENS, Hardware, Schedule, compare
+from docs.evidence.programs import rollout_schedule as bench
+from docs.evidence.programs.rollout_schedule import (
+    FITTED,
+    PROMPT_TOKENS,
+    Hardware,
+    Schedule,
+    compare,
+)
 
 SMALL = Hardware(servers=2, slots=32)
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import guard_traces
+from docs.evidence.programs import guard_traces
 from stable_opd_mcore.errors import DataError
 
 HUMP = [0.02] * 25 + [0.1 * n for n in range(9)] + [0.8] * 10 + [0.1] * 40

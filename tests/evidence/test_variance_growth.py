@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.variance_growth import measure, plot_figure, slope
+from docs.evidence.programs.variance_growth import measure, plot_figure, slope
 
 
 def test_slopes_of_the_toy():

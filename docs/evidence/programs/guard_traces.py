@@ -1,7 +1,7 @@
 """Replay the collapse guard over metrics that other runs have published, or over runs of ours.
 
-    python -m benchmarks.guard_traces FILE.csv [--json FILE]
-    python -m benchmarks.guard_traces RUN ... [--json FILE]
+    python docs/evidence/programs/guard_traces.py FILE.csv [--json FILE]
+    python docs/evidence/programs/guard_traces.py RUN ... [--json FILE]
 
 RUN is a run's directory. FILE.csv has a row per step: `wave,arm,seed,step` and any of the columns
 in COLUMNS. An empty cell is a metric that the run did not publish; it is absent, not zero. A replay

@@ -1,6 +1,6 @@
 """How the variance of the OPD gradient grows with the response length, per token and per sequence.
 
-    python -m benchmarks.variance_growth --output variance_growth.html
+    python docs/evidence/programs/variance_growth.py --output variance_growth.html
 
 The toy: the student is a bigram table over a few tokens; the teacher is another, and differs
 between prompts, which the student cannot see. Per-sequence gradients by the student's table are

@@ -1,6 +1,6 @@
 """How long a training step takes under each schedule of rollouts, on a clock of events.
 
-    python -m benchmarks.rollout_schedule [--generations FILE.jsonl] [--traces FILE.csv]
+    python docs/evidence/programs/rollout_schedule.py [--generations FILE.jsonl] [--traces FILE.csv]
 
 Nothing computes and nothing sleeps: servers and trainer take the time that a roofline says, and the
 clock jumps from event to event. The schedules are those of the product, in a model of their own
