@@ -293,9 +293,12 @@ def _experts(fields: Fields, family: Family) -> Experts:
         )
     normalised = fields.flag("norm_topk_prob")
     if per_token == 1 and normalised:
+        always = family.supported.get("norm_topk_prob") is True
+        why = f"which every {fields.values['model_type']} does" if always else "norm_topk_prob=true"
         raise UserError(
-            f"{fields.origin}: num_experts_per_tok=1 with norm_topk_prob=true is not supported: "
-            "the weight of the only expert is 1 whatever the router says; take another model"
+            f"{fields.origin}: num_experts_per_tok=1 is not supported where the weights of a "
+            f"token's experts are divided by their sum ({why}): the weight of the only one is 1 "
+            "whatever the router says, which is then not trained; take another model"
         )
     return Experts(
         number,

@@ -27,6 +27,7 @@ class Family:
     # In a model with other parts: the model_type of its decoder alone. The decoder's settings are
     # then in text_config, and its tensors in model.language_model
     text_type: str | None = None
+    full_class: str | None = None  # in a model with other parts: transformers' class of the whole
     # RMSNorm multiplies by 1 + weight, except inside a gated delta net
     zero_centred_norms: bool = False
     # The output of each query head is multiplied by a gate, whose rows are in q_proj
@@ -104,7 +105,13 @@ _QWEN3_5_MOE: dict[str, Any] = {
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, supported=_PLAIN),
     "qwen3": Family("Qwen3ForCausalLM", **_QWEN3),
-    "qwen3_vl": Family("Qwen3ForCausalLM", text_type="qwen3", carried=("model.visual.",), **_QWEN3),
+    "qwen3_vl": Family(
+        "Qwen3ForCausalLM",
+        text_type="qwen3",
+        full_class="Qwen3VLForConditionalGeneration",
+        carried=("model.visual.",),
+        **_QWEN3,
+    ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         qkv_bias=False,
@@ -124,9 +131,19 @@ FAMILIES: dict[str, Family] = {
         defaults={"sliding_window": 4096},
     ),
     # Qwen3.5, 3.6 and 3.8: as published, and as transformers saves the text model by itself
-    "qwen3_5": Family("Qwen3_5ForCausalLM", text_type="qwen3_5_text", **_QWEN3_5),
+    "qwen3_5": Family(
+        "Qwen3_5ForCausalLM",
+        text_type="qwen3_5_text",
+        full_class="Qwen3_5ForConditionalGeneration",
+        **_QWEN3_5,
+    ),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_QWEN3_5),
-    "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM", text_type="qwen3_5_moe_text", **_QWEN3_5_MOE),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeForCausalLM",
+        text_type="qwen3_5_moe_text",
+        full_class="Qwen3_5MoeForConditionalGeneration",
+        **_QWEN3_5_MOE,
+    ),
     "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", **_QWEN3_5_MOE),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",

@@ -15,6 +15,7 @@ from typing import Any
 
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
+from stable_opd_mcore.models.adapted import sent_names
 from stable_opd_mcore.models.families import Architecture, read_architecture
 from stable_opd_mcore.planning.hardware import Cluster, Device, device_named
 from stable_opd_mcore.planning.known_models import model_source, models_in_trainer
@@ -124,7 +125,9 @@ class PlannedRun:
         """What each publish sends, to however many servers."""
         whole = ModelSize(self.models.student, Layout(1))
         if self.frozen_bytes and (lora := self.config.student.lora):
-            return self.element * whole.factor_parameters(lora.rank, stage=0)
+            names = sent_names(self.models.student, lora.matrices)
+            sent = lora.model_copy(update={"matrices": names})
+            return self.element * whole.factor_parameters(sent, stage=0)
         return self.element * whole.total_parameters() if self.config.rollout.has_servers else 0
 
     @property

@@ -39,7 +39,8 @@ from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import DONE, REQUEUE
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.peft_directory import is_adapter, merge_adapter
+from stable_opd_mcore.models.peft_directory import is_adapter
+from stable_opd_mcore.models.peft_loading import merge_adapter
 from stable_opd_mcore.models.weights import weights_hash
 from stable_opd_mcore.monitoring.chosen_runs import evaluated_runs, seeds_together
 from stable_opd_mcore.monitoring.tables import benchmark_table

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from stable_opd_mcore.checks import model_directories
 from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models import megatron_checkpoint, peft_directory
+from stable_opd_mcore.models import megatron_checkpoint, peft_loading
 from stable_opd_mcore.models.families import read_architecture
 from stable_opd_mcore.models.manifest import MANIFEST
 from stable_opd_mcore.models.megatron_checkpoint import load_weights
@@ -194,7 +194,7 @@ def test_a_reference_that_is_not_as_the_student_is_refused_or_found(tmp_path, mo
 
 
 def test_an_adapter_of_another_model_is_found(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(peft_directory, "check_adapter", lambda *_: {})  # its tensors
+    monkeypatch.setattr(peft_loading, "check_adapter", lambda *_: {})  # its tensors
     student = {"path": model[0], "architecture": None, "lora": {"path": str(tmp_path)}}
     config = tiny_config(tmp_path, "run", student=student, tokenizer={"path": None})
     for base, found in (("me/model", 0), (None, 0), ("/elsewhere/other", 1)):
@@ -205,7 +205,7 @@ def test_an_adapter_of_another_model_is_found(tmp_path, model, monkeypatch):
 
 
 def test_what_an_adapter_has_next_to_its_factors_is_found(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(peft_directory, "check_adapter", lambda *_: {})  # its tensors
+    monkeypatch.setattr(peft_loading, "check_adapter", lambda *_: {})  # its tensors
     student = {"path": model[0], "architecture": None, "lora": {"path": str(tmp_path / "adapter")}}
     config = tiny_config(tmp_path, "run", student=student, tokenizer={"path": None})
 
