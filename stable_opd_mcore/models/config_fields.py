@@ -93,6 +93,10 @@ class Fields:
             raise UserError(f"{self.origin}: {key}={shown} should be a positive whole number")
         return value
 
+    def whole(self, key: str) -> int:
+        """Zero or a positive whole number; UserError for anything else."""
+        return 0 if self.values.get(key) == 0 else self.count(key)
+
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false, which null is, too; UserError for anything else."""
         value = self.values.get(key, default)

@@ -190,11 +190,11 @@ def _mixer(architecture: Architecture, number: int) -> list[Parameter]:
         return [_layer_entry(name, architecture) for name in _DELTA_NET]
     names = [
         "linear_qkv.weight",
-        *(["linear_qkv.bias"] if family.qkv_bias else []),
+        *(["linear_qkv.bias"] if architecture.qkv_bias else []),
         *(["q_layernorm.weight", "k_layernorm.weight"] if family.qk_norm else []),
         *(["core_attention.softmax_offset"] if family.sinks else []),
         "linear_proj.weight",
-        *(["linear_proj.bias"] if family.biases else []),
+        *(["linear_proj.bias"] if architecture.output_bias else []),
     ]
     return [_layer_entry(f"self_attention.{name}", architecture) for name in names]
 

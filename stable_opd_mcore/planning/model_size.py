@@ -63,11 +63,11 @@ class ModelSize:
         model, t = self.architecture, self.layout.tensor
         qkv_rows = (self.gated_width + 2 * self.key_width) // t
         attention = model.hidden_size * (qkv_rows + self.query_width // t)
-        if model.family.qkv_bias:
+        if model.qkv_bias:
             attention += qkv_rows
         if model.family.qk_norm:
             attention += 2 * model.head_dim
-        if model.family.biases:
+        if model.output_bias:
             attention += model.hidden_size
         if model.family.sinks:
             attention += model.num_attention_heads // t

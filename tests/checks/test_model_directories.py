@@ -247,13 +247,13 @@ def test_missing_misshapen_truncated_and_absent_weights_are_refused(tmp_path, mo
 
 
 def test_a_config_json_that_train_refuses_is_refused(tmp_path):
-    path = write_model(tmp_path / "model", use_sliding_window=True)
+    path = write_model(tmp_path / "model", is_causal=False)
     section = {"path": path, "architecture": None}
     student = RunInputs(tiny_config(tmp_path, "run", student=section), None)
-    with pytest.raises(UserError, match="use_sliding_window=True is not supported"):
+    with pytest.raises(UserError, match="is_causal=False is not supported"):
         list(model_directories.student_settings(student))
     assert list(model_directories.teacher_settings(student)) == []
-    with pytest.raises(UserError, match="use_sliding_window=True is not supported"):
+    with pytest.raises(UserError, match="is_causal=False is not supported"):
         list(
             model_directories.teacher_settings(
                 RunInputs(tiny_config(tmp_path, "run", teacher=section), None)
