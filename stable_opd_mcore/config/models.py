@@ -1,5 +1,6 @@
 """Settings of the models: student, teacher, reference, tokenizer. Loads without torch."""
 
+import math
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -48,12 +49,26 @@ class LoraConfig(Section):
     """Rank of the two factors of a matrix."""
     alpha: float = Field(default=32.0, gt=0)
     """The product of the factors is multiplied by alpha / rank before it is added to the matrix."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (PEFT's `use_rslora`)."""
     expert_rank: PositiveInt | None = None
     """Rank of the factors of experts' matrices, whose product is multiplied by alpha / expert_rank.
     `null`: `rank`."""
+    matrices: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """The matrices that have factors, by the ends of their Hugging Face names, as in PEFT's
+    `target_modules`: `[q_proj, v_proj]`; `experts.down_proj` is only the experts'. `null`: all."""
     path: str | None = None
-    """Directory of an adapter that PEFT has saved, to start from; `rank` and `alpha` must be
-    the adapter's. `null`: new factors, which change nothing before the first update."""
+    """Directory of an adapter that PEFT has saved, to start from; `rank`, `alpha`, `rslora` and
+    `matrices` must be the adapter's. `null`: new factors, which change nothing before the first
+    update."""
+
+    def rank_of(self, is_expert: bool) -> int:
+        """Rank of the factors of an expert's matrix, or of any other."""
+        return (self.expert_rank or self.rank) if is_expert else self.rank
+
+    def scale(self, rank: int) -> float:
+        """What the product of factors of this rank is multiplied by."""
+        return self.alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 class StudentConfig(ModelConfig):
@@ -61,8 +76,8 @@ class StudentConfig(ModelConfig):
 
     lora: LoraConfig | None = None
     """Train only a pair of low-rank factors for each matrix of the layers (queries, keys, values,
-    output, gate, up and down, and those of experts and gated delta nets); all other weights are
-    frozen. `null`: all weights are trained."""
+    output, gate, up and down, and those of experts and gated delta nets), or for some of them; all
+    other weights are frozen. `null`: all weights are trained."""
 
 
 SELF = "self"  # teacher.path of a student that is its own teacher

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tokenizers.decoders import DecodeStream
 
+from stable_opd_mcore.data import tokenizer_backend
 from stable_opd_mcore.data.messages import Message, with_system
 from stable_opd_mcore.data.synthetic import VOCABULARY
 from stable_opd_mcore.data.template_variables import given_tools, refuse_unread, warn_of_clock
-from stable_opd_mcore.data.tokenizer_backend import check_symbols, load_backend
 from stable_opd_mcore.data.tool_schemas import Tool
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.json_files import read_json_object
@@ -49,7 +49,7 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
     ):
         self.path = path
-        self._backend = backend
+        self._backend, self._files = backend, tokenizer_backend.tokenizer_files(path)
         # A tokenizer.json keeps the lengths of its last call, which would cut or fill every text.
         backend.backend_tokenizer.no_truncation()
         backend.backend_tokenizer.no_padding()
@@ -78,7 +78,7 @@ class Tokenizer:
             DataError: as `load_backend`, no valid stop token, or an argument that the chat
                 template never reads.
         """
-        backend = load_backend(path, needs_eos=stop_token_ids is None)
+        backend = tokenizer_backend.load_backend(path, needs_eos=stop_token_ids is None)
         return cls(backend, path, stop_token_ids, template_kwargs)
 
     def with_template_kwargs(self, template_kwargs: Mapping[str, Any] | None) -> Tokenizer:
@@ -98,11 +98,11 @@ class Tokenizer:
         self._whole_turns: set[tuple[bool, tuple[str, ...]]] = set()
 
     def save(self, directory: str | Path) -> None:
-        """Write tokenizer.json, its config, its chat template and generation_config.json.
+        """Write the tokenizer's files as they came, and generation_config.json.
 
         The latter names `stop_token_ids` as EOS for other programs; `load` needs an override again.
         """
-        self._backend.save_pretrained(str(directory))
+        tokenizer_backend.save_backend(self._backend, self._files, Path(directory))
         generation = self._generation | {"eos_token_id": list(self.stop_token_ids)}
         (Path(directory) / _GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
 
@@ -229,7 +229,7 @@ class Tokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, with none added; DataError for what the synthetic tokenizer lacks."""
         if self._is_synthetic:
-            check_symbols(texts)
+            tokenizer_backend.check_symbols(texts)
         encodings = self._backend.backend_tokenizer.encode_batch_fast(
             list(texts), add_special_tokens=False
         )

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from stable_opd_mcore.data.synthetic import PAD, PROMPT_END, SECOND_STOP, STOP, VOCABULARY
 from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.host.hub import TOKENIZER_FILES
 from stable_opd_mcore.host.json_files import MIB, read_json_object, require_size
 
 if TYPE_CHECKING:
@@ -86,6 +87,36 @@ def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
             "(for a teacher, teacher.stop_token_ids)"
         )
     return backend
+
+
+def tokenizer_files(path: str) -> dict[str, bytes]:
+    """The tokenizer's files of a model directory as they are; empty for the built-in one."""
+    directory = Path(path)
+    if path == SYNTHETIC or not directory.is_dir():
+        return {}
+    names = [name for name in TOKENIZER_FILES if name not in _STOP_FILES]
+    names += [f"{_MORE_TEMPLATES}/{file.name}" for file in directory.glob(f"{_MORE_TEMPLATES}/*")]
+    return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
+
+
+def save_backend(
+    backend: PreTrainedTokenizerFast, files: Mapping[str, bytes], directory: Path
+) -> None:
+    """Write a tokenizer: its own `files`, or where it has none what transformers writes of it.
+
+    transformers 5 names an internal class, and settings of this machine, which other releases do
+    not know.
+    """
+    for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(content)
+    if files:
+        return
+    backend.save_pretrained(str(directory))
+    file = directory / "tokenizer_config.json"
+    fields = {k: v for k, v in _json(file).items() if k not in ("is_local", "local_files_only")}
+    fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def has_tokenizer(directory: str | Path) -> bool:

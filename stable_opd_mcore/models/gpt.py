@@ -161,7 +161,7 @@ def _attention_config(architecture: Architecture) -> dict[str, Any]:
     """Megatron's settings of the attention, without its sizes."""
     family, window = architecture.family, architecture.sliding_window
     settings: dict[str, Any] = {
-        "add_qkv_bias": family.qkv_bias,
+        "add_qkv_bias": architecture.qkv_bias,
         "softmax_scale": architecture.rotary.softmax_scale(architecture.head_dim),
         "attention_output_gate": family.gated_attention,
         "softmax_type": "learnable" if family.sinks else "vanilla",

@@ -29,6 +29,10 @@ from stable_opd_mcore.records import MicroBatch
 class FactorList(ModuleList):
     """A list of `factors.Factors`, which checkpoints hold without the weights."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.form: dict[str, Any] = {}  # settings of student.lora; empty: it has no factors
+
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}
 

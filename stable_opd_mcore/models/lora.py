@@ -1,12 +1,13 @@
 """Low-rank factors on the matrices of a frozen model (LoRA): all that such a student trains.
 
-    adapt(chunks, rank=32, alpha=32, seed=0)    # the base is loaded, Student has not wrapped it
-    with base_only(chunks): ...                 # the frozen model, as if it had no factors
+    adapt(chunks, LoraConfig(), seed=0)    # the base is loaded, Student has not wrapped it
+    with base_only(chunks): ...            # the frozen model, as if it had no factors
 
-Every Hugging Face matrix of a layer, W [O, I], becomes W + alpha / rank · B A; routers and the
-gates of shared experts are left out. A [R, I] is drawn as PEFT draws it, B [O, R] is zero. Where
-Megatron joins matrices, such as q, k and v, each keeps its own pair, so the factors are the same as
-PEFT's. Where HF's files hold an expert's gate and up as one matrix, they have one pair.
+Every Hugging Face matrix of a layer, W [O, I], or every chosen one (models/files/adapted.py), becomes W + scale
+· B A; routers and the gates of shared experts are left out. A [R, I] is drawn as PEFT draws it,
+B [O, R] is zero. Where Megatron joins matrices, such as q, k and v, each has its own pair or none,
+so the factors are the same as PEFT's. Where HF's files hold an expert's gate and up as one matrix,
+they have one pair.
 
 The pairs of one linear layer are `Factors` (models/layers/factors.py).
 
@@ -19,16 +20,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import cast, get_args
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 from torch.nn import Module
 
+from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.models.files.adapted import LAYOUTS, adapted_shapes, chosen
 from stable_opd_mcore.models.hidden_states import FactorList, unwrap
 from stable_opd_mcore.models.layers.factors import Factors, Which, add_to_output, factors_of
 from stable_opd_mcore.models.weights import (
@@ -40,38 +43,35 @@ from stable_opd_mcore.models.weights import (
     weights_hash,
 )
 
-_ADAPTED = (
-    *get_args(tensors.Grouped), "rows", "columns", "gate_up", "expert_gate_up", "expert_down"
-)  # fmt: skip
 _GATES = (".router.", ".gate_weight")  # which experts a token passes, and how much of a shared one
 
 
-def adapt(
-    chunks: Sequence[Module],
-    *,
-    rank: int,
-    alpha: float,
-    expert_rank: int | None = None,
-    seed: int = 0,
-) -> None:
-    """Freeze the chunks and give each matrix of their layers a new pair of factors.
+def adapt(chunks: Sequence[Module], lora: LoraConfig, seed: int = 0) -> None:
+    """Freeze the chunks and give the chosen matrices of their layers a new pair of factors each.
 
     Args:
-        expert_rank: rank of the experts' factors; None: `rank`.
+        lora: `path` is not read.
         seed: for the values of A, which do not depend on the layout.
 
     Raises:
-        UserError: a matrix that has no factors yet.
+        UserError: a matrix that has no factors yet, a name that no matrix has, or a pipeline stage
+            without any factor.
     """
+    adapted_shapes(architecture_of(chunks), lora.matrices)  # refuses unknown names
+    _require_some(chunks, lora)
     for model in map(unwrap, chunks):
         model.requires_grad_(False)
+        model.factors.form = _form(lora, model.architecture)
         by_linear: dict[str, list[Factors]] = {}
         for name, weight, entry in list(described_parameters([model])):
             if not _is_adapted(name, weight, entry):
                 continue
-            own_rank = (expert_rank or rank) if entry.is_expert else rank
+            names = chosen(entry, model.architecture, lora.matrices)
+            if not names:
+                continue
             pairs = tensors.of_factors(entry, model.architecture)
-            factors = Factors(model, weight, pairs, own_rank, alpha)
+            rank = lora.rank_of(entry.is_expert)
+            factors = Factors(model, weight, pairs, names, rank=rank, scale=lora.scale(rank))
             model.factors.append(factors)
             by_linear.setdefault(name.rpartition(".")[0], []).append(factors)
         for name, each in by_linear.items():
@@ -81,6 +81,35 @@ def adapt(
         if model.pre_process and model.config.recompute_granularity == "full":
             model.embedding.register_forward_hook(_require_gradient)
     fill_factors(chunks, lambda name, which, shape: _first_value(name, which, shape, seed))
+
+
+def _form(lora: LoraConfig, architecture: Architecture) -> dict[str, Any]:
+    """What a checkpoint says of the factors, as settings of student.lora."""
+    form: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha}
+    of_experts = [each for each in tensors.layer_parameters(architecture, 0) if each.is_expert]
+    if any(chosen(each, architecture, lora.matrices) for each in of_experts):
+        form["expert_rank"] = lora.rank_of(True)
+    if lora.rslora:
+        form["rslora"] = True
+    return form if lora.matrices is None else form | {"matrices": sorted(lora.matrices)}
+
+
+def _require_some(chunks: Sequence[Module], lora: LoraConfig) -> None:
+    """Raise a UserError if a pipeline stage has no factor to train. All ranks find the same."""
+    architecture, stages = architecture_of(chunks), unwrap(chunks[0]).pg_collection.pp.size()
+    layers_per_chunk = architecture.num_layers // (stages * len(chunks))
+    trained = {
+        number // layers_per_chunk % stages
+        for number in range(architecture.num_layers)
+        for entry in tensors.layer_parameters(architecture, number)
+        if chosen(entry, architecture, lora.matrices)
+    }
+    if len(trained) < stages:
+        raise UserError(
+            f"student.lora.matrices={list(lora.matrices or ())}: no layer of pipeline stage "
+            f"{min(set(range(stages)) - trained)} has such a matrix, so nothing would be trained "
+            "there; add a matrix that every stage has, or set a smaller parallel.pipeline"
+        )
 
 
 @torch.no_grad()
@@ -103,7 +132,7 @@ def _is_adapted(name: str, weight: Tensor, entry: tensors.Parameter) -> bool:
     is_gate = any(part in name for part in _GATES)
     if weight.dim() != 2 or not name.startswith("decoder.layers.") or is_gate:
         return False
-    if entry.layout not in _ADAPTED:
+    if entry.layout not in LAYOUTS:
         raise UserError(
             f"student.lora: {entry.hf_names[0]} is of a kind ({entry.layout}) that has no factors "
             "yet, and without them it would not be trained; set student.lora=null"
@@ -183,7 +212,7 @@ def iter_factors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Tensor
     forward pass. Collective as `iter_hf_tensors`, and equal on all ranks.
     """
     local = {factors.entry.hf_names: factors for factors in factors_of(chunks)}
-    architecture, form = architecture_of(chunks), form_of(chunks)
+    architecture, lora = architecture_of(chunks), config_of(chunks)
     exchange = Exchange(chunks, list(local))
 
     def whole(entry: tensors.Parameter) -> list[Tensor]:
@@ -199,30 +228,21 @@ def iter_factors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor, Tensor
         entry = tensors.of_factors(parameter, architecture)
         if not exchange.knows(entry):
             continue
-        rank = int(form["expert_rank" if entry.is_expert else "rank"])
-        shapes = [tensors.hf_shape(name, architecture) for name in entry.hf_names]
+        rank, names = lora.rank_of(entry.is_expert), chosen(parameter, architecture, lora.matrices)
+        shapes = [tensors.hf_shape(name, architecture) for name in names]
         both = [shape for out, inp in shapes for shape in ((rank, inp), (out, rank))]
         found = list(exchange.everywhere(entry, partial(whole, entry), both))
-        yield from zip(entry.hf_names, found[::2], found[1::2], strict=True)
+        yield from zip(names, found[::2], found[1::2], strict=True)
 
 
-def adapted_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
-    """HF name and shape [O, I] of every matrix that has factors."""
-    return {
-        name: cast(tuple[int, int], tensors.hf_shape(name, architecture))
-        for entry in tensors.canonical_parameters(architecture)
-        for name in tensors.of_factors(entry, architecture).hf_names
-        if entry.layout in _ADAPTED and len(tensors.hf_shape(name, architecture)) == 2
-    }
+def form_of(chunks: Sequence[Module]) -> dict[str, Any]:
+    """The form of the factors, as settings of student.lora; empty where all weights are trained."""
+    return dict(unwrap(chunks[0]).factors.form)
 
 
-def form_of(chunks: Sequence[Module]) -> dict[str, float]:
-    """Rank and alpha of the factors; empty where all weights are trained."""
-    found: dict[str, float] = {}
-    for factors in factors_of(chunks):
-        prefix = "expert_" if factors.entry.is_expert else ""
-        found |= {f"{prefix}rank": factors.rank, f"{prefix}alpha": factors.alpha}
-    return found
+def config_of(chunks: Sequence[Module]) -> LoraConfig:
+    """The form of the factors, which the chunks must have."""
+    return LoraConfig(**form_of(chunks))
 
 
 def values_of(chunks: Sequence[Module]) -> list[Tensor]:

@@ -29,7 +29,7 @@ from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.layers.attention import RMSNorm, TorchSelfAttention, ZeroCentredRMSNorm
 from stable_opd_mcore.models.layers.attention_sinks import AttentionSinks
 from stable_opd_mcore.models.layers.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
-from stable_opd_mcore.models.layers.linear import TorchColumnLinear, TorchRowLinear
+from stable_opd_mcore.models.layers.linear import TorchColumnLinear, TorchRowLinear, biased
 
 
 def transformer_engine_is_usable() -> bool:
@@ -51,12 +51,13 @@ def layer_spec(
     pipeline_rank: int,
 ) -> Any:
     """The `transformer_layer_spec` of GPTModel for one model chunk."""
-    if transformer_engine_is_usable():
-        layer, linear, norm = _te_layer(config)
-        if architecture.delta_net is None:
-            return layer
-    else:
-        layer, linear, norm = _torch_layer(config, architecture)
+    fused = transformer_engine_is_usable()
+    layer, linear, norm = _te_layer(config) if fused else _torch_layer(config, architecture)
+    if architecture.attention_bias:
+        attention = layer.submodules.self_attention.submodules
+        attention.linear_proj = biased(attention.linear_proj)
+    if fused and architecture.delta_net is None:
+        return layer
     number = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
     first = get_transformer_layer_offset(config, vp_stage, pipeline_rank)
     layers = [

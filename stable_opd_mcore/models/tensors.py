@@ -172,13 +172,15 @@ def _in_layer(entry: Parameter, number: int, architecture: Architecture) -> Para
 def canonical_parameters(architecture: Architecture) -> list[Parameter]:
     """Every parameter of the whole model, in the order of the forward pass."""
     embedding, norm, head = (_at_top(name, architecture) for name in _TOP)
-    mlp = _mlp(architecture)
-    layers = [
-        _in_layer(entry, number, architecture)
-        for number in range(architecture.num_layers)
-        for entry in (_INPUT_NORM, *_mixer(architecture, number), _MLP_NORM, *mlp)
-    ]
+    numbers = range(architecture.num_layers)
+    layers = chain.from_iterable(layer_parameters(architecture, number) for number in numbers)
     return [embedding, *layers, norm, *([] if architecture.tied else [head])]
+
+
+def layer_parameters(architecture: Architecture, number: int) -> list[Parameter]:
+    """Every parameter of the layer with this index, from 0."""
+    entries = _INPUT_NORM, *_mixer(architecture, number), _MLP_NORM, *_mlp(architecture)
+    return [_in_layer(entry, number, architecture) for entry in entries]
 
 
 def _mixer(architecture: Architecture, number: int) -> list[Parameter]:
@@ -188,11 +190,11 @@ def _mixer(architecture: Architecture, number: int) -> list[Parameter]:
         return [_layer_entry(name, architecture) for name in _DELTA_NET]
     names = [
         "linear_qkv.weight",
-        *(["linear_qkv.bias"] if family.qkv_bias else []),
+        *(["linear_qkv.bias"] if architecture.qkv_bias else []),
         *(["q_layernorm.weight", "k_layernorm.weight"] if family.qk_norm else []),
         *(["core_attention.softmax_offset"] if family.sinks else []),
         "linear_proj.weight",
-        *(["linear_proj.bias"] if family.biases else []),
+        *(["linear_proj.bias"] if architecture.output_bias else []),
     ]
     return [_layer_entry(f"self_attention.{name}", architecture) for name in names]
 

@@ -11,7 +11,10 @@ rows of the stored embedding, t tensor ranks.
 
 from dataclasses import dataclass
 
+from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.models.files.adapted import chosen
+from stable_opd_mcore.models.tensors import hf_shape, layer_parameters
 from stable_opd_mcore.placement.layout import Layout
 
 # Bytes of a parameter's weight and of its Adam state: fp32 weights, which with fp32 are the
@@ -60,11 +63,11 @@ class ModelSize:
         model, t = self.architecture, self.layout.tensor
         qkv_rows = (self.gated_width + 2 * self.key_width) // t
         attention = model.hidden_size * (qkv_rows + self.query_width // t)
-        if model.family.qkv_bias:
+        if model.qkv_bias:
             attention += qkv_rows
         if model.family.qk_norm:
             attention += 2 * model.head_dim
-        if model.family.biases:
+        if model.output_bias:
             attention += model.hidden_size
         if model.family.sinks:
             attention += model.num_attention_heads // t
@@ -107,31 +110,37 @@ class ModelSize:
             each += 2 * model.ffn_hidden_size + model.hidden_size
         return self.layers_per_stage * own * each
 
-    def factor_parameters(self, rank: int, stage: int) -> int:
+    def factor_parameters(self, lora: LoraConfig, stage: int) -> int:
         """Parameters of the low-rank factors in one stage's layers, a shared expert's included,
         without those of experts."""
-        model, net, t = self.architecture, self.architecture.delta_net, self.layout.tensor
-        hidden, delta_layers = model.hidden_size, self.delta_layers(stage)
-        # A of a matrix that is cut by rows, and B of one that is cut by columns, are whole.
-        heads = self.gated_width + self.query_width + 2 * self.key_width
-        layers = (self.layers_per_stage - delta_layers) * (4 * hidden + heads // t)
-        if net is not None:
-            heads = net.channels + 2 * net.values + 2 * net.num_value_heads
-            num_matrices = 3 if model.family.joined_delta_nets else 5
-            layers += delta_layers * (num_matrices * hidden + heads // t)
-        if model.dense_width:
-            layers += self.layers_per_stage * 3 * (hidden + model.dense_width // t)
-        return rank * layers
+        delta_layers, net = self.delta_layers(stage), set(self.architecture.delta_layers)
+        count = 0
+        if delta_layers:
+            count += delta_layers * self._factors_of_layer(lora, min(net), of_experts=False)
+        if attention_layers := self.layers_per_stage - delta_layers:
+            first = min(set(range(self.architecture.num_layers)) - net)
+            count += attention_layers * self._factors_of_layer(lora, first, of_experts=False)
+        return count
 
-    def expert_factor_parameters(self, rank: int) -> int:
+    def expert_factor_parameters(self, lora: LoraConfig) -> int:
         """Parameters of the low-rank factors of this rank's experts; 0 in a dense model."""
-        model, hidden = self.architecture, self.architecture.hidden_size
-        if model.experts is None:
-            return 0
-        own = self.layers_per_stage * model.experts.number // self.layout.expert
-        # Gate and up share their A where files interleave them.
-        each = (2 if model.family.stacked_experts else 3) * hidden + 3 * model.ffn_hidden_size
-        return own * rank * each
+        every = self._factors_of_layer(lora, 0, of_experts=True)
+        return self.layers_per_stage * every // self.layout.expert
+
+    def _factors_of_layer(self, lora: LoraConfig, number: int, *, of_experts: bool) -> int:
+        """Parameters of the factors of all experts of a layer, or of its other matrices on a
+        tensor rank. A of a matrix that is cut by rows, and B of one by columns, are whole."""
+        model, count = self.architecture, 0
+        for entry in layer_parameters(model, number):
+            if entry.is_expert != of_experts:
+                continue
+            ranks = 1 if of_experts else self.layout.tensor
+            for name in chosen(entry, model, lora.matrices):
+                outputs, inputs = hf_shape(name, model)
+                by_columns = entry.layout == "columns"
+                width = inputs // ranks + outputs if by_columns else inputs + outputs // ranks
+                count += lora.rank_of(of_experts) * width
+        return count
 
     def widest_matrix(self) -> int:
         """Elements of a layer's largest matrix, joined as Megatron joins matrices."""

@@ -145,6 +145,7 @@ def derive_topology(
     layout = layout_of(config.parallel, cluster.trainer_gpus)
     if not config.rollout.has_servers and not server_nodes:
         return Topology(nodes, gpus_per_node, 0, layout, None, 0, ())
+    _refuse_windows(architecture, "student")
     sglang = config.rollout.sglang
     placement: Placement = "external" if server_nodes else sglang.placement
     if placement == "external" and not server_nodes:  # someone else chose their places
@@ -193,6 +194,7 @@ def machine_servers(
 
     rollout.sglang.num_servers and tensor where they are set; else what follows from the GPUs.
     """
+    _refuse_windows(architecture, role)
     count, tensor = config.rollout.sglang.num_servers, config.rollout.sglang.tensor
     if memory_gib is None:
         tensor = tensor or 1
@@ -224,6 +226,25 @@ def machine_servers(
             "a divisor, or to null"
         )
     return count, tensor
+
+
+def _refuse_windows(architecture: Architecture, role: Literal["student", "teacher"]) -> None:
+    """Raise a UserError for sliding windows that SGLang reads over."""
+    window = architecture.sliding_window
+    if window is None or architecture.family.sliding_windows == "typed":
+        return
+    remedies = {
+        "student": f"student.window={window} (positions, none of which is then out of the window), "
+        "or rollout.engine=embedded",
+        "teacher": f"max_position_embeddings={window} in config.json of the servers' model, or "
+        "teacher.engine=megatron",
+    }
+    raise UserError(
+        f"the {role}'s sliding window of {window} tokens in {len(architecture.sliding_layers)} of "
+        f"{architecture.num_layers} layers: SGLang computes full attention in a "
+        f"{architecture.model_type} model, which differs beyond {window} of its "
+        f"{architecture.max_positions} positions; set {remedies[role]}"
+    )
 
 
 def server_dtype(config: Config) -> str:

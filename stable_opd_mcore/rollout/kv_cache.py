@@ -74,8 +74,7 @@ class KVCache:
         Args:
             queries_and_key: [T, B, G, R + 1, D]: a group's key comes after its queries.
             scale: what scores are multiplied by; None: 1/sqrt(D).
-            sinks, window: the layer's (models/layers/attention_sinks.py). Only a layer with sinks
-                has a window.
+            sinks, window: the layer's (models/layers/attention_sinks.py).
         """
         T, B, G, heads, D = queries_and_key.shape
         R = heads - 1
@@ -86,7 +85,7 @@ class KVCache:
         rotated_BGHTD = rotate(queries_and_key, self._rotation_TB11E).permute(1, 2, 3, 0, 4)
         keys[:, :, self.used : self._stop] = rotated_BGHTD[:, :, R]
         values[:, :, self.used : self._stop] = value_TBGD.permute(1, 2, 0, 3)
-        if sinks is not None:
+        if sinks is not None or window is not None:
             first, bias = self._in_window(window)
             out = attend_with_sinks(
                 rotated_BGHTD[:, :, :R].flatten(1, 2),

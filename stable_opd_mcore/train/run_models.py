@@ -20,7 +20,7 @@ from stable_opd_mcore.inputs.loading import configured_architecture, refuse_smal
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.output_head import Head, align_head
 from stable_opd_mcore.models.files.huggingface import require_base
-from stable_opd_mcore.models.files.peft_directory import load_adapter
+from stable_opd_mcore.models.files.peft_loading import load_adapter
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.lora import adapt, base_only, factors_as, values_of
@@ -104,8 +104,7 @@ class RunModels:
 
     def _adapt(self, lora: LoraConfig) -> None:
         """Give the student's matrices their low-rank factors."""
-        sizes = {"rank": lora.rank, "alpha": lora.alpha, "expert_rank": lora.expert_rank}
-        adapt(self.student, **sizes, seed=self.config.train.seed)
+        adapt(self.student, lora, seed=self.config.train.seed)
         as_at_start = partial(base_only, self.student)
         if lora.path is not None:
             load_adapter(self.student, Path(lora.path), lora)

@@ -18,7 +18,7 @@ from stable_opd_mcore.inputs.loading import (
     refuse_routing_without_experts,
 )
 from stable_opd_mcore.inputs.run_inputs import Place, RunInputs
-from stable_opd_mcore.models.attention_backend import Batch, attention_lines
+from stable_opd_mcore.models.layers.attention_backend import Batch, attention_lines
 from stable_opd_mcore.models.layers.gated_delta_net import delta_net_engine
 from stable_opd_mcore.models.spec import fp8_engine
 from stable_opd_mcore.parallel.determinism import make_deterministic

@@ -37,6 +37,41 @@ def test_synthetic_saved_and_loaded_is_the_same(synthetic, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": '{"tokenizer_class": "Qwen2Tokenizer", "eos_token": "$"}'},
+        {
+            "tokenizer_config.json": '{"tokenizer_class": "LlamaTokenizerFast", "eos_token": "$",'
+            ' "legacy": false, "added_tokens_decoder": {}, "sp_model_kwargs": {}}',
+            "special_tokens_map.json": '{"eos_token": {"content": "$", "lstrip": false}}',
+        },
+        {
+            "tokenizer_config.json": '{"eos_token":"$","own_field":[1,{"deep":null}]}\n\n',
+            "chat_template.jinja": "{{ messages[0]['content'] }}{{ eos_token }}",
+            "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+            "vocab.json": "{}",
+        },
+    ],
+)
+def test_saved_files_are_to_the_byte_those_that_came(synthetic, tmp_path, files):
+    came, saved = tmp_path / "came", tmp_path / "saved"
+    synthetic.save(came)
+    own = json.loads((came / "tokenizer_config.json").read_text())
+    assert own["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert own.keys().isdisjoint({"is_local", "local_files_only"})
+    for name, text in files.items():
+        (came / name).parent.mkdir(exist_ok=True)
+        (came / name).write_text(text)
+    tokenizer = Tokenizer.load(str(came), (20,))
+    for name in files:
+        (came / name).rename(came.with_name("moved"))  # what was read at the start counts
+        tokenizer.save(saved)
+        came.with_name("moved").rename(came / name)
+    for name in (*files, "tokenizer.json"):
+        assert (saved / name).read_bytes() == (came / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("tokenizer.json", '{"model": ', r"tokenizer\.json: not valid JSON"),

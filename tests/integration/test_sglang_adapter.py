@@ -12,6 +12,7 @@ import pytest
 from torch.nn import Module
 
 from stable_opd_mcore.config.load import parse_config
+from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.config.schema import Config, ParallelConfig
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.data.samples import rollout_samples
@@ -119,7 +120,7 @@ def publish_and_sample(rank: int, world_size: int, directory: str, urls: list[st
 def student(world: World, rank: int) -> Sequence[Module]:
     fields = read_architecture(FIELDS)
     chunks = build_model(fields, world, precision="fp32", trainable=False, seed=1)
-    adapt(chunks, rank=rank, alpha=8.0)
+    adapt(chunks, LoraConfig(rank=rank, alpha=8.0))
     return chunks
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.data.samples import rollout_samples
@@ -107,7 +108,7 @@ def student_of(directory: Path, world: World, *overrides: str) -> Student:
     architecture = read_architecture(config.student.architecture)
     chunks = build_model(architecture, world, precision="fp32", trainable=False, seed=3)
     if lora := config.student.lora:
-        adapt(chunks, rank=lora.rank, alpha=lora.alpha)
+        adapt(chunks, LoraConfig(rank=lora.rank, alpha=lora.alpha))
     engine = build_sglang_engine(config, world, chunks, None, VOCABULARY)
     scorer = MegatronScorer(chunks, world, vocab_size=VOCABULARY)
     return Student(engine, world, list(chunks), {}, scorer)

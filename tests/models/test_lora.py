@@ -5,6 +5,7 @@ Every layout gives the factors of three plain Adam steps on one rank.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import lora, tensors
 from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.description.families import FAMILIES
+from stable_opd_mcore.models.files.adapted import adapted_shapes, last_name
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
 from stable_opd_mcore.models.layers.factors import _multiplied_input, add_to_output, factors_of
@@ -32,17 +35,25 @@ from stable_opd_mcore.train.student import Student
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
 
-RANK, EXPERT_RANK, ALPHA = 4, 2, 8.0
+LORA = LoraConfig(rank=4, expert_rank=2, alpha=8.0)
 LR, EPS = 1.0, 1e4  # with a large eps a step is proportional to the gradient, not to its sign
 LENGTHS = [[16, 8], [24], [8, 8, 8], [16]]  # of the micro-batches
 Pairs = dict[str, tuple[Tensor, Tensor]]  # HF name -> A [R, I], B [O, R]
 
 
-def scale_of(name: str) -> float:
-    return ALPHA / (EXPERT_RANK if ".experts." in name else RANK)
+def of_some_matrices(architecture: Architecture) -> LoraConfig:
+    """In rsLoRA; some parts of each joined matrix have factors, others not."""
+    known = {last_name(name) for name in adapted_shapes(architecture)}
+    ends = {"q_proj", "v_proj", "up_proj", "gate_up_proj", "in_proj_z", "in_proj_a", "out_proj"}
+    return LORA.model_copy(update={"matrices": tuple(known & ends), "rslora": True})
 
 
-def random_pairs(architecture: Architecture) -> Pairs:
+def scale_of(name: str, lora: LoraConfig) -> float:
+    rank = 2 if ".experts." in name else 4
+    return 8.0 / (rank**0.5 if lora.rslora else rank)
+
+
+def random_pairs(architecture: Architecture, lora: LoraConfig = LORA) -> Pairs:
     """A random pair of factors for every matrix that has one. In gpt-oss the gate and up matrices
     of an expert share a pair. B is not zero, so that A has a gradient."""
     torch.manual_seed(5)
@@ -57,7 +68,9 @@ def random_pairs(architecture: Architecture) -> Pairs:
                 continue
             if ".gate_proj." in name:
                 name, outputs = name.replace("gate_proj", "gate_up_proj"), 2 * outputs
-        rank = EXPERT_RANK if ".experts." in name else RANK
+        if lora.matrices and name.split(".")[-2] not in lora.matrices:
+            continue
+        rank = 2 if ".experts." in name else 4
         pairs[name] = size * torch.randn(rank, *inputs), size * torch.randn(outputs, rank)
     return pairs
 
@@ -69,22 +82,26 @@ def tensors_of(name: str) -> list[str]:
     return [name.replace("gate_up_proj", kind) for kind in ("gate_proj", "up_proj")]
 
 
-def adapted(architecture: Architecture, world: World, pairs: Pairs, **options: Any) -> list[Any]:
+def adapted(
+    architecture: Architecture, world: World, pairs: Pairs, lora: LoraConfig = LORA, **options: Any
+) -> list[Any]:
     chunks = build_model(architecture, world, seed=1, **options)
-    adapt(chunks, rank=RANK, alpha=ALPHA, expert_rank=EXPERT_RANK)
+    adapt(chunks, lora)
     fill_factors(chunks, lambda name, which, _: pairs[name][which == "B"])
     return chunks
 
 
-def merged(architecture: Architecture, world: World, pairs: Pairs) -> list[Any]:
-    """The full model whose matrices are W + alpha / rank · B A."""
+def merged(
+    architecture: Architecture, world: World, pairs: Pairs, lora: LoraConfig = LORA
+) -> list[Any]:
+    """The full model whose matrices are W + scale · B A."""
     chunks = build_model(architecture, world, seed=1)
     base = {name: tensor.clone() for name, tensor in iter_hf_tensors(chunks)}
 
     with torch.no_grad():
         for name, (a_RI, b_OR) in pairs.items():
             names = tensors_of(name)
-            products = (scale_of(name) * b_OR @ a_RI).chunk(len(names))
+            products = (scale_of(name, lora) * b_OR @ a_RI).chunk(len(names))
             for each, product in zip(names, products, strict=True):
                 base[each] += product
         fill_weights(chunks, lambda name, part: base[name][part])
@@ -107,11 +124,11 @@ def hf_gradients(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
         )
 
 
-def projected(full: dict[str, Tensor], pairs: Pairs) -> Pairs:
+def projected(full: dict[str, Tensor], pairs: Pairs, lora: LoraConfig = LORA) -> Pairs:
     """The gradients of the factors, from those of the merged matrices."""
     found = {}
     for name, (a_RI, b_OR) in pairs.items():
-        gradient_OI = scale_of(name) * torch.cat([full[each] for each in tensors_of(name)])
+        gradient_OI = scale_of(name, lora) * torch.cat([full[each] for each in tensors_of(name)])
         found[name] = b_OR.T @ gradient_OI, gradient_OI @ a_RI.T
     return found
 
@@ -125,18 +142,20 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_factors_compute_what_the_merged_matrices_do(model_type, recompute, world: World) -> None:
+    """Of all matrices, and with recompute of some: of these in rsLoRA."""
     architecture = tiny.architecture(model_type)
-    pairs = random_pairs(architecture)
+    lora = LORA if recompute == "none" else of_some_matrices(architecture)
+    pairs = random_pairs(architecture, lora)
     batch = tiny.microbatch([24, 9, 1, 17])
-    full = merged(architecture, world, pairs)
-    low = adapted(architecture, world, pairs, recompute=recompute)
+    full = merged(architecture, world, pairs, lora)
+    low = adapted(architecture, world, pairs, lora, recompute=recompute)
     outputs = []
     for chunks in (full, low):
         outputs.append(forward_hidden(chunks[0], batch))
         loss_of(outputs[-1], batch).backward()
     tolerance = 10 * tiny.tolerance(architecture)
     close(outputs[1], outputs[0], tolerance)
-    expected = projected(dict(hf_gradients(full)), pairs)
+    expected = projected(dict(hf_gradients(full)), pairs, lora)
     found = 0
     for each in factors_of(low):
         for name, which, rows, own in each.parts():
@@ -173,7 +192,7 @@ def test_base_and_merged_tensors(model_type, world: World) -> None:
 def test_new_factors_change_nothing_and_are_drawn_as_peft_draws_them(fp8, world: World) -> None:
     architecture, batch = tiny.architecture("qwen3"), tiny.microbatch([24, 8])
     base, low = (build_model(architecture, world, seed=1, fp8=fp8) for _ in range(2))
-    adapt(low, rank=16, alpha=32)
+    adapt(low, LoraConfig(rank=16, alpha=32))
     assert torch.equal(forward_hidden(low[0], batch), forward_hidden(base[0], batch))
     for factors in factors_of(low):
         for a_RI, b_OR in zip(factors.A, factors.B, strict=True):
@@ -208,18 +227,28 @@ def test_the_experts_of_one_layer_have_a_pair_each(world: World) -> None:
     for factors, part in zip(downs, hidden.split(counts), strict=True):
         (name,) = factors.entry.hf_names
         a_RI, b_OR = pairs[name]
-        parts.append(part @ a_RI.T @ b_OR.T * scale_of(name))
+        parts.append(part @ a_RI.T @ b_OR.T * scale_of(name, LORA))
     assert bias is None
     close(added, product + torch.cat(parts))
 
 
+def test_unknown_names_and_stages_without_factors_are_refused(world: World, monkeypatch) -> None:
+    chunks = build_model(tiny.architecture("qwen3_5_text"), world)
+    for name in ("qkv_proj", "mlp.o_proj", "proj", "lm_head"):
+        with pytest.raises(UserError, match=rf"'{name}' names no matrix .* choose among down_proj"):
+            adapt(chunks, LoraConfig(matrices=("q_proj", name)))
+    monkeypatch.setattr(chunks[0].pg_collection, "pp", SimpleNamespace(size=lambda: 4))
+    with pytest.raises(UserError, match=r"no layer of pipeline stage 0 has such a matrix"):
+        adapt(chunks, LoraConfig(matrices=("q_proj", "self_attn.o_proj")))
+
+
 def test_a_matrix_of_another_kind_is_refused(world: World, monkeypatch) -> None:
     chunks = build_model(tiny.architecture("qwen3"), world)
-    monkeypatch.setattr(lora, "_ADAPTED", ("qkv",))
+    monkeypatch.setattr(lora, "LAYOUTS", ("qkv",))
     with pytest.raises(
         UserError, match=r"o_proj.weight is of a kind \(columns\) .* student.lora=null"
     ):
-        adapt(chunks, rank=4, alpha=8)
+        adapt(chunks, LoraConfig(rank=4, alpha=8))
 
 
 # ---- layouts
@@ -235,39 +264,44 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"expert": 2}),
     "tp2_sp_ep2": (4, {"tensor": 2, "sequence": True, "expert": 2}),
 }
-CASES = [
-    *(("qwen3", name) for name in LAYOUTS),
-    ("qwen2", "tp2_sp"),
-    *(("qwen3_5_text", name) for name in ("tp2", "tp2_sp", "pp2_vpp2")),
-    *(("qwen3_moe", name) for name in EXPERT_LAYOUTS),
-    ("gpt_oss", "tp2_sp_ep2"),
+CASES = [  # family, layout, whether only some matrices have factors
+    *(("qwen3", name, name in ("tp2_sp", "tp2_sp_dp2")) for name in LAYOUTS),
+    ("qwen2", "tp2_sp", True),
+    *(("qwen3_5_text", name, name == "tp2_sp") for name in ("tp2", "tp2_sp", "pp2_vpp2")),
+    ("qwen3_moe", "ep2", True),
+    ("qwen3_moe", "tp2_sp_ep2", False),
+    ("gpt_oss", "tp2_sp_ep2", True),
 ]
 STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def definitions(world: World) -> Callable[[str], tuple[Pairs, list[float], list[float]]]:
+def definitions(world: World) -> Callable[[str, bool], tuple[Pairs, list[float], list[float]]]:
     """Factors after three plain steps on one rank, losses and gradient norms, by model type."""
-    known: dict[str, tuple[Pairs, list[float], list[float]]] = {}
+    known: dict[tuple[str, bool], tuple[Pairs, list[float], list[float]]] = {}
 
-    def define(model_type: str) -> tuple[Pairs, list[float], list[float]]:
-        if model_type not in known:
-            known[model_type] = plain_steps(tiny.architecture(model_type), world)
-        return known[model_type]
+    def define(model_type: str, some: bool) -> tuple[Pairs, list[float], list[float]]:
+        if (model_type, some) not in known:
+            architecture = tiny.architecture(model_type)
+            lora = of_some_matrices(architecture) if some else LORA
+            known[model_type, some] = plain_steps(architecture, world, lora)
+        return known[model_type, some]
 
     return define
 
 
-def plain_steps(architecture: Architecture, world: World) -> tuple[Pairs, list[float], list[float]]:
-    pairs, losses, norms = random_pairs(architecture), [], []
+def plain_steps(
+    architecture: Architecture, world: World, lora: LoraConfig
+) -> tuple[Pairs, list[float], list[float]]:
+    pairs, losses, norms = random_pairs(architecture, lora), [], []
     flat = [factor for pair in pairs.values() for factor in pair]
     adam = torch.optim.Adam(flat, lr=LR, eps=EPS)
     for _ in range(STEPS):
-        chunks = merged(architecture, world, pairs)
+        chunks = merged(architecture, world, pairs, lora)
         every = [tiny.microbatch(each, seed=seed) for seed, each in enumerate(LENGTHS)]
         total = sum(loss_of(forward_hidden(chunks[0], batch), batch) for batch in every)
         total.backward()  # pyright: ignore
-        gradients = projected(dict(hf_gradients(chunks)), pairs)
+        gradients = projected(dict(hf_gradients(chunks)), pairs, lora)
         for factor, gradient in zip(
             flat, [g for pair in gradients.values() for g in pair], strict=True
         ):
@@ -279,21 +313,24 @@ def plain_steps(architecture: Architecture, world: World) -> tuple[Pairs, list[f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "layout"), CASES)
+@pytest.mark.parametrize(("model_type", "layout", "some"), CASES)
 def test_every_layout_takes_the_steps_of_one_rank(
-    model_type, layout, definitions, tmp_path: Path
+    model_type, layout, some, definitions, tmp_path: Path
 ) -> None:
-    torch.save(definitions(model_type), tmp_path / "expected.pt")
+    torch.save(definitions(model_type, some), tmp_path / "expected.pt")
     ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]
-    run_ranks(ranks, check_steps, model_type, parallel, str(tmp_path / "expected.pt"))
+    run_ranks(ranks, check_steps, model_type, parallel, some, str(tmp_path / "expected.pt"))
 
 
-def check_steps(rank: int, world_size: int, model_type: str, parallel: dict, path: str) -> None:
+def check_steps(
+    rank: int, world_size: int, model_type: str, parallel: dict, some: bool, path: str
+) -> None:
     expected, losses, norms = torch.load(path)
     world = start_world(ParallelConfig(**parallel), seed=0)
     student_module.ADAM_EPS = EPS
     architecture = tiny.architecture(model_type)
-    chunks = adapted(architecture, world, random_pairs(architecture), recompute="full")
+    lora = of_some_matrices(architecture) if some else LORA
+    chunks = adapted(architecture, world, random_pairs(architecture, lora), lora, recompute="full")
     student = Student(chunks, OptimizerConfig(lr=LR, clip_grad=1e9), "fp32")
     held = sum(buffer.numel() for buffer in student.gradient_buffers())
     assert held < sum(weight.numel() for _, weight, _ in described_parameters(chunks)) / 2

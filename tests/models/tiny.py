@@ -57,6 +57,7 @@ GPT_OSS = {
         "original_max_position_embeddings": 64,
     },
 }
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
 SECTIONS = {  # head_dim / 2 frequencies
     "rope_type": "default",
     "rope_theta": 10000.0,

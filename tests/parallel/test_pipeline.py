@@ -38,9 +38,10 @@ pytestmark = pytest.mark.slow
 
 TIED, QWEN3, MOE, DELTA = "qwen2 tied", "qwen3_vl", "qwen3_moe", "qwen3_5"
 SINKS, NEXT, DELTA_MOE = "gpt_oss", "qwen3_next", "qwen3_5_moe"
+WINDOWS = "qwen3 window and biases"
 LAYOUTS = {  # settings, and the models that have something of their own there
     "TP2": ({"tensor": 2}, (QWEN3, DELTA)),
-    "TP2xPP2+SP": ({"tensor": 2, "pipeline": 2, "sequence": True}, (TIED, QWEN3, MOE, DELTA)),
+    "TP2xPP2+SP": ({"tensor": 2, "pipeline": 2, "sequence": True}, (TIED, WINDOWS, MOE, DELTA)),
     "PP2xVPP2": ({"pipeline": 2, "virtual_pipeline": 2}, (TIED, SINKS)),
     "DP4": ({}, (TIED,)),
     "EP2xPP2": ({"expert": 2, "pipeline": 2}, (MOE, SINKS, DELTA_MOE)),
@@ -54,6 +55,7 @@ MODELS = {
     SINKS: tiny.architecture("gpt_oss"),
     NEXT: tiny.architecture("qwen3_next"),
     DELTA_MOE: tiny.architecture("qwen3_5_moe"),
+    WINDOWS: tiny.architecture("qwen3", attention_bias=True, **tiny.WINDOWS),
 }
 LENGTHS = [[5, 9, 2], [7, 1, 3, 3], [13, 5], [2, 7, 5]]  # one for each data-parallel rank at least
 
@@ -83,7 +85,7 @@ def _check_layouts(rank: int, world_size: int, path: Path) -> None:
             with pytest.raises(UserError, match=r"gone: neither .* restore the base model"):
                 export_hf(build_model(MODELS[DELTA], world), path / "new", base=path / "gone")
         if layout == "TP2xPP2+SP":
-            (chunk,) = build_model(MODELS[QWEN3], world)
+            (chunk,) = build_model(MODELS[WINDOWS], world)
             with pytest.raises(ValueError, match=r"of 7 tokens cannot be cut over 2 .* of 2"):
                 forward_hidden(chunk, tiny.microbatch([5, 2]))
         stop_world()

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from stable_opd_mcore.commands.rehearse.fake_tensors import fake_tensors
 from stable_opd_mcore.commands.rehearse.fake_world import fake_world
+from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.models.files.adapted import adapted_shapes, last_name
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, forward_hidden
 from stable_opd_mcore.models.layers.factors import factors_of
@@ -135,13 +137,17 @@ def test_matrices_in_fp8_are_those_that_the_built_model_rounds(family, expert):
     ("family", "expert"),
     [("qwen2", 1), ("qwen3_moe", 2), ("qwen3_5_text", 1), ("qwen3_next", 2), ("gpt_oss", 2)],
 )
-def test_low_rank_factors_are_those_of_the_built_model(family, expert):
+@pytest.mark.parametrize("matrices", [None, ("v_proj", "gate_proj", "in_proj_z", "down_proj")])
+def test_low_rank_factors_are_those_of_the_built_model(family, expert, matrices):
+    known = set(map(last_name, adapted_shapes(cut_model(family, expert)[0])))
+    matrices = matrices and tuple(known & {*matrices, "in_proj_qkvz", "gate_up_proj"})
+    lora = LoraConfig(rank=6, alpha=1.0, expert_rank=3, matrices=matrices)
     architecture, parallel = cut_model(family, expert)
     size = ModelSize(architecture, layout_of(parallel, 8))
     with built(architecture, parallel, 8, 7) as chunks:
-        adapt(chunks, rank=6, alpha=1.0, expert_rank=3)
+        adapt(chunks, lora)
         found = sum(weight.numel() for f in factors_of(chunks) for weight in f.parameters())
-    assert found == size.factor_parameters(6, stage=7 % 2) + size.expert_factor_parameters(3)
+    assert found == size.factor_parameters(lora, stage=7 % 2) + size.expert_factor_parameters(lora)
 
 
 def saved_for_backward(chunk: HiddenStatesGPTModel, tokens: int) -> int:

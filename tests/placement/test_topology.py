@@ -175,6 +175,18 @@ def test_servers_of_a_teacher_may_have_more_ranks_than_key_value_heads():
         machine_servers(*arguments)
 
 
+def test_windows_that_servers_read_over_are_refused_until_no_position_leaves_them():
+    config = load_config(CONFIGS / "stable_opd_7b.yaml")
+    fields = tiny.config("mistral", sliding_window=50)
+    cluster = Cluster(2, 8, 0, 0)
+    with pytest.raises(UserError, match=r"student's sliding window of 50 .*student\.window=50 "):
+        derive_topology(config, tiny.read_architecture(fields), cluster, None)
+    derive_topology(config, tiny.read_architecture(fields, window=50), cluster, None)
+    arguments = (config, tiny.read_architecture(fields), 8, None, "external")
+    with pytest.raises(UserError, match=r"max_position_embeddings=50 in config\.json of the serv"):
+        machine_servers(*arguments, role="teacher")
+
+
 def test_places_name_the_gpus_of_ranks_and_servers_on_every_node():
     assert topology("7b", 1, 0).places(["n1"]) == [
         "n1: data rank 0 on GPUs 0 1 2 3; data rank 1 on GPUs 4 5 6 7; "

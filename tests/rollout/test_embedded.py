@@ -5,7 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import GptOssForCausalLM, Qwen2ForCausalLM, Qwen3_5ForCausalLM
+from transformers import (
+    GptOssForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
@@ -16,6 +21,7 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.records import Prompt, Rollout, Sampling, Segment
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.scoring.megatron import MegatronScorer
+from tests.models import tiny
 from tests.rollout.tiny import (
     VOCAB,
     Talk,
@@ -79,13 +85,18 @@ def test_logprobs_are_the_full_softmax_at_the_temperature(engine, transformer, t
 
 
 @pytest.mark.parametrize(
-    ("family", "model"), [("qwen3_5_text", Qwen3_5ForCausalLM), ("gpt_oss", GptOssForCausalLM)]
+    ("family", "model", "changes"),
+    [
+        ("qwen3_5_text", Qwen3_5ForCausalLM, {}),
+        ("gpt_oss", GptOssForCausalLM, {}),
+        ("qwen3", Qwen3ForCausalLM, tiny.WINDOWS | {"attention_bias": True}),
+    ],
 )
 def test_states_sinks_and_sliding_windows_are_those_of_the_full_forward(
-    tmp_path, world, family, model
+    tmp_path, world, family, model, changes
 ):
     """Prompts of different lengths, a row for each sample; some rows end early."""
-    path = save_tiny(tmp_path / "model", family)
+    path = save_tiny(tmp_path / "model", family, **changes)
     sampling = Sampling(max_new_tokens=70, num_samples=3, stop_token_ids=(4, 9))
     rollouts = build_engine(path, world).generate(make_prompts(5), sampling, step=2)
     assert len({len(rollout.token_ids) for rollout in rollouts}) > 5

@@ -22,10 +22,10 @@ VOCAB = 37  # odd: tensor parallelism pads it
 WINDOW = 96
 
 
-def save_tiny(directory: Path, family: str = "qwen2") -> Path:
+def save_tiny(directory: Path, family: str = "qwen2", **changes: Any) -> Path:
     """Four layers, grouped queries, weights large enough that distributions are uneven."""
     fields = {"vocab_size": VOCAB, "max_position_embeddings": WINDOW, "initializer_range": 0.25}
-    model = tiny.transformer(tiny.config(family, **fields), seed=5)
+    model = tiny.transformer(tiny.config(family, **fields, **changes), seed=5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

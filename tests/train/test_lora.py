@@ -61,7 +61,11 @@ def config_of(directory: Path, name: str, steps: int, **sections: Any) -> Config
 
 
 MOVING_LAYOUTS = {name: DENSE_LAYOUTS[name] for name in ("tp2_pp2", "tp2_sp_cp2")}
-MOVING: dict[str, Any] = {"reference": {"update": "every", "every": 1}}
+SOME = {"rank": 4, "alpha": 8.0, "rslora": True, "matrices": ["q_proj", "v_proj"]}
+MOVING: dict[str, Any] = {
+    "reference": {"update": "every", "every": 1},
+    "student": {"architecture": tiny_architecture(16, 4), "lora": SOME},
+}
 EXPERTS = {"student": {"architecture": MIXTURE, "lora": LORA}}  # two layers
 # Gated delta nets, experts and a shared expert
 SHARED = {"student": {"architecture": tiny.config("qwen3_5_moe", **SIZES), "lora": LORA}}
@@ -235,6 +239,10 @@ def test_a_checkpoint_holds_the_factors_and_is_refused_elsewhere(runs):
         (
             {"student": {"architecture": tiny_architecture(16, 4), "lora": {"rank": 8}}},
             "rank=8, alpha=32",
+        ),
+        (
+            {"student": {"architecture": tiny_architecture(16, 4), "lora": SOME}},
+            r"rank=4, alpha=8, rslora=true, matrices=\[q_proj, v_proj\]",
         ),
         ({"train": {"seed": 1}}, "belong to weights with the hash"),
     ],

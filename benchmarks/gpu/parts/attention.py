@@ -24,9 +24,13 @@ from benchmarks.gpu.part import Options
 from benchmarks.gpu.record import Record, Skipped
 from benchmarks.gpu.timing import seconds_of
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.attention_backend import MOST_UNFUSED_GIB, Batch, chosen_attentions
 from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.layers.attention_backend import (
+    MOST_UNFUSED_GIB,
+    Batch,
+    chosen_attentions,
+)
 from stable_opd_mcore.models.spec import transformer_engine_is_usable
 from stable_opd_mcore.parallel.world import start_world, stop_world
 

@@ -118,10 +118,10 @@ def adapter(inputs: RunInputs) -> Iterator[Finding]:
         return  # the adapter is merged into that model
     lora = config.student.lora
     if lora is not None and lora.path is not None:
-        from stable_opd_mcore.models.files import peft_directory
+        from stable_opd_mcore.models.files import peft_directory, peft_loading
         from stable_opd_mcore.models.files.safetensors_files import weight_files
 
-        peft_directory.check_adapter(Path(lora.path), inputs.architecture, lora)
+        peft_loading.check_adapter(Path(lora.path), inputs.architecture, lora)
         found = peft_directory.unread_settings(Path(lora.path))
         yield from _not_implemented(peft_directory.CONFIG, "adapter", found)
         unread = weight_files(Path(lora.path)) - {peft_directory.WEIGHTS}

@@ -4,9 +4,12 @@ In bf16 where all weights are, else in fp32, which also holds fp16 exactly. A ru
 are merged in the precision of its training.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
+
+from torch.nn import Module
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.tokenizer_backend import has_tokenizer
@@ -15,13 +18,11 @@ from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.host.atomic_files import require_new_directory
 from stable_opd_mcore.inputs.loading import refuse_small_vocabulary
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
-from stable_opd_mcore.models.files.huggingface import (
-    export_hf,
-    require_base,
-    stored_dtypes,
-)
+from stable_opd_mcore.models.files.huggingface import export_hf, require_base, stored_dtypes
 from stable_opd_mcore.models.files.megatron_checkpoint import is_megatron, save_weights
-from stable_opd_mcore.models.files.peft_directory import factor_dtypes, is_adapter, merge_adapter
+from stable_opd_mcore.models.files.peft_directory import is_adapter
+from stable_opd_mcore.models.files.peft_loading import factor_dtypes, merge_adapter, merged_carried
+from stable_opd_mcore.models.files.safetensors_files import Change
 from stable_opd_mcore.models.files.small_files import copy_generation_settings, copy_tokenizer
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.world import start_world, stop_world
@@ -93,8 +94,8 @@ def convert(
 
     read_weights(chunks, str(weights))
     if not model.is_whole:
-        merge_adapter(chunks, source) if is_adapter(source) else merge_factors(chunks, source)
-        export_hf(chunks, target, base=weights, save_tokenizer=save_tokenizer)
+        change = _merge(chunks, source, weights, architecture)
+        export_hf(chunks, target, base=weights, change=change, save_tokenizer=save_tokenizer)
         done = f"{source} merged into {weights}, in {precision}{rounded}"
     elif is_megatron(source):
         export_hf(chunks, target, base=holder, save_tokenizer=save_tokenizer)
@@ -104,6 +105,17 @@ def convert(
         done = f"Hugging Face to Megatron, in {precision}{rounded}"
     stop_world()
     return done
+
+
+def _merge(
+    chunks: Sequence[Module], source: Path, weights: Path, architecture: Architecture
+) -> Change | None:
+    """Merge low-rank factors; what becomes of the tensors that an export copies."""
+    if is_adapter(source):
+        merge_adapter(chunks, source)
+        return merged_carried(source, weights, architecture)
+    merge_factors(chunks, source)
+    return None
 
 
 def _refuse_other_ids(tokenizer: Path | None, own: Path, architecture: Architecture) -> None:

@@ -45,18 +45,15 @@ from stable_opd_mcore.inputs.loading import (
     load_tokenizer,
 )
 from stable_opd_mcore.models.description.architecture import Architecture
-from stable_opd_mcore.models.files.peft_directory import is_adapter, merge_adapter
+from stable_opd_mcore.models.files.peft_directory import is_adapter
+from stable_opd_mcore.models.files.peft_loading import merge_adapter
 from stable_opd_mcore.models.weights import weights_hash
 from stable_opd_mcore.parallel.world import World, on_first_rank, stop_world
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.build_engine import evaluation_engine
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.held_out import parts_of
-from stable_opd_mcore.train.oversight.signals import (
-    Stopped,
-    StopSignals,
-    write_outcome,
-)
+from stable_opd_mcore.train.oversight.signals import Stopped, StopSignals, write_outcome
 from stable_opd_mcore.train.persistence.checkpoint import merge_factors
 from stable_opd_mcore.train.persistence.resolved_configs import take_directory
 from stable_opd_mcore.train.persistence.rollout_writer import write_together

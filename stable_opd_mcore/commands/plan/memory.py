@@ -111,8 +111,8 @@ def _student(run: PlannedRun, stage: int) -> Iterator[Component]:
     weights = run.element * student.stage_parameters(stage)
     shared, experts = student.shared_parameters(stage), student.expert_parameters()
     if lora := config.student.lora:
-        shared = student.factor_parameters(lora.rank, stage)
-        experts = student.expert_factor_parameters(lora.expert_rank or lora.rank)
+        shared = student.factor_parameters(lora, stage)
+        experts = student.expert_factor_parameters(lora)
     sharded = shared / layout.gradient_ranks + experts / layout.expert_copies
     state = ADAM_BYTES[config.train.precision] * sharded
     yield Component("student weights", weights, part="student")

@@ -17,6 +17,7 @@ from stable_opd_mcore.commands.plan.known_models import model_source
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
+from stable_opd_mcore.models.files.adapted import sent_names
 from stable_opd_mcore.placement.hardware import Cluster, Device, device_named
 from stable_opd_mcore.placement.layout import Layout, layout_of
 from stable_opd_mcore.placement.model_size import WEIGHT_BYTES, ModelSize
@@ -124,7 +125,9 @@ class PlannedRun:
         """What each publish sends, to however many servers."""
         whole = ModelSize(self.models.student, Layout(1))
         if self.frozen_bytes and (lora := self.config.student.lora):
-            return self.element * whole.factor_parameters(lora.rank, stage=0)
+            names = sent_names(self.models.student, lora.matrices)
+            sent = lora.model_copy(update={"matrices": names})
+            return self.element * whole.factor_parameters(sent, stage=0)
         return self.element * whole.total_parameters() if self.config.rollout.has_servers else 0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +89,7 @@ class Architecture:
     rotary: Rotary
     tied: bool  # the output head is the embedding
     initializer_range: float
+    attention_bias: bool  # queries, keys, values and output have biases by config.json
     delta_net: DeltaNet | None  # sizes of its gated delta nets; None: it has none
     delta_layers: tuple[int, ...]  # indices, from 0, of the layers with a gated delta net
     sliding_window: int | None  # tokens, itself included, that a token reads in sliding_layers
@@ -98,6 +100,16 @@ class Architecture:
     @property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.family.qkv_bias or self.attention_bias
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the attention's output has a bias."""
+        return self.family.biases or self.attention_bias
 
     @property
     def num_attention_layers(self) -> int:
@@ -137,6 +149,8 @@ class Architecture:
     def attention_length(self) -> float:
         """Tokens of a sequence whose causal attention multiplies as much as the rest of a layer."""
         unlimited = self.num_attention_layers - len(self.sliding_layers)
+        if not unlimited:
+            return math.inf
         return self.products / (unlimited * self.num_attention_heads * self.head_dim)
 
 
@@ -166,10 +180,10 @@ def read_architecture(
     heads, groups, head_dim = _heads(fields)
     rotary = read_rotary(fields, head_dim, family.rotary_share, must_say=family.stretched)
     _refuse_disagreements(fields, family, settings, rotary.scaling)
-    types = read_layer_types(
-        fields, delta_nets=family.delta_nets, sliding_windows=family.sliding_windows
-    )
+    types, max_positions = read_layer_types(fields, family), fields.count("max_position_embeddings")
     delta_layers, sliding_layers = layers_of_type(LINEAR, types), layers_of_type(SLIDING, types)
+    if sliding_layers and fields.count("sliding_window") >= max_positions:
+        sliding_layers = ()  # no token is out of the window
     eps = fields.number("rms_norm_eps", 1e-6)
     tied = fields.flag("tie_word_embeddings")
     # To transformers a missing key may mean another value than it does here.
@@ -184,11 +198,12 @@ def read_architecture(
         ffn_hidden_size=fields.count(family.expert_width or "intermediate_size"),
         experts=_experts(fields, family) if family.expert_width else None,
         vocab_size=fields.count("vocab_size"),
-        max_positions=fields.count("max_position_embeddings"),
+        max_positions=max_positions,
         rms_norm_eps=eps,
         rotary=rotary,
         tied=tied,
         initializer_range=fields.number("initializer_range", 0.02),
+        attention_bias=family.attention_bias and fields.flag("attention_bias"),
         delta_net=_delta_net(fields) if delta_layers else None,
         delta_layers=delta_layers,
         sliding_window=fields.count("sliding_window") if sliding_layers else None,
@@ -298,9 +313,12 @@ def _experts(fields: Fields, family: Family) -> Experts:
         )
     normalised = fields.flag("norm_topk_prob")
     if per_token == 1 and normalised:
+        always = family.supported.get("norm_topk_prob") is True
+        why = f"which every {fields.values['model_type']} does" if always else "norm_topk_prob=true"
         raise UserError(
-            f"{fields.origin}: num_experts_per_tok=1 with norm_topk_prob=true is not supported: "
-            "the weight of the only expert is 1 whatever the router says; take another model"
+            f"{fields.origin}: num_experts_per_tok=1 is not supported where the weights of a "
+            f"token's experts are divided by their sum ({why}): the weight of the only one is 1 "
+            "whatever the router says, which is then not trained; take another model"
         )
     return Experts(
         number,

@@ -85,12 +85,17 @@ class Fields:
     def count(self, key: str, default: int | None = None) -> int:
         """A positive whole number; UserError for anything else, and without default for none."""
         value = self.values.get(key, default)
-        if value is None:
+        if value is None and key not in self.values:
             needed_by = f"which a {self.values['model_type']} config needs"
             raise UserError(f"{self.origin}: no {key}, {needed_by}; add it")
         if type(value) is not int or value < 1:
-            raise UserError(f"{self.origin}: {key}={value!r} should be a positive whole number")
+            shown = "null" if value is None else repr(value)
+            raise UserError(f"{self.origin}: {key}={shown} should be a positive whole number")
         return value
+
+    def whole(self, key: str) -> int:
+        """Zero or a positive whole number; UserError for anything else."""
+        return 0 if self.values.get(key) == 0 else self.count(key)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false, which null is, too; UserError for anything else."""
@@ -103,5 +108,6 @@ class Fields:
         """A positive finite number; UserError for anything else."""
         value = self.values.get(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise UserError(f"{self.origin}: {key}={value!r} should be a positive number")
+            shown = "null" if value is None else repr(value)
+            raise UserError(f"{self.origin}: {key}={shown} should be a positive number")
         return float(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Family:
     # In a model with other parts: the model_type of its decoder alone. The decoder's settings are
     # then in text_config, and its tensors in model.language_model
     text_type: str | None = None
+    full_class: str | None = None  # in a model with other parts: transformers' class of the whole
     # RMSNorm multiplies by 1 + weight, except inside a gated delta net
     zero_centred_norms: bool = False
     # The output of each query head is multiplied by a gate, whose rows are in q_proj
@@ -35,7 +36,10 @@ class Family:
     rotary_share: float = 1.0  # rotated share of a head's elements, if config.json gives none
     stretched: bool = False  # transformers stretches the window if rope_parameters are absent
     delta_nets: bool = False  # layers of type linear_attention have a gated delta net instead
-    sliding_windows: bool = False  # layers of type sliding_attention read only the last tokens
+    # Which layers read only the last tokens, by config.json. typed: by layer_types. switched: by
+    # these or max_window_layers, if use_sliding_window is true. all: all, if there is a window
+    sliding_windows: Literal["typed", "switched", "all"] | None = None
+    attention_bias: bool = False  # config.json's attention_bias gives q, k, v and output a bias
     sinks: bool = False  # each head has a sink (models/layers/attention_sinks.py)
     biases: bool = False  # the attention's output, the router and the experts have biases
     # The bound of an expert's gate and up, whose product is gate · sigmoid(1.702 gate) · (up + 1);
@@ -62,8 +66,12 @@ _PLAIN = {
     "hidden_act": "silu",
     "is_causal": True,
     "mlp_bias": False,
-    "use_sliding_window": False,
     "quantization_config": None,
+}
+_NO_WINDOW = {"use_sliding_window": False}
+_WINDOWS: dict[str, Any] = {
+    "sliding_windows": "switched",
+    "defaults": {"sliding_window": 4096, "max_window_layers": 28},
 }
 _NO_ATTENTION_BIAS = {"attention_bias": False}
 _ALL_LAYERS_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -71,7 +79,7 @@ _NO_LAYERS = {"mlp_only_layers": (None,)}
 _QWEN3: dict[str, Any] = {
     "qkv_bias": False,
     "qk_norm": True,
-    "supported": _PLAIN | _NO_ATTENTION_BIAS,
+    "attention_bias": True,
 }
 _HYBRID: dict[str, Any] = {
     "qkv_bias": False,
@@ -84,7 +92,11 @@ _HYBRID: dict[str, Any] = {
 }
 _DELTA_NET_GATE = {"output_gate_type": None}
 _QWEN3_5: dict[str, Any] = _HYBRID | {
-    "supported": _PLAIN | _NO_ATTENTION_BIAS | _DELTA_NET_GATE | {"attn_output_gate": True},
+    "supported": _PLAIN
+    | _NO_WINDOW
+    | _NO_ATTENTION_BIAS
+    | _DELTA_NET_GATE
+    | {"attn_output_gate": True},
     "carried": ("model.visual.", "mtp."),
 }
 _GPT_OSS = {
@@ -103,35 +115,56 @@ _QWEN3_5_MOE: dict[str, Any] = {
     "supported": _QWEN3_5["supported"] | {"norm_topk_prob": True},
 }
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, supported=_PLAIN),
-    "qwen3": Family("Qwen3ForCausalLM", **_QWEN3),
-    "qwen3_vl": Family("Qwen3ForCausalLM", text_type="qwen3", carried=("model.visual.",), **_QWEN3),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, supported=_PLAIN, **_WINDOWS),
+    "qwen3": Family("Qwen3ForCausalLM", supported=_PLAIN, **_QWEN3, **_WINDOWS),
+    "qwen3_vl": Family(
+        "Qwen3ForCausalLM",
+        text_type="qwen3",
+        full_class="Qwen3VLForConditionalGeneration",
+        supported=_PLAIN | _NO_WINDOW,
+        carried=("model.visual.",),
+        **_QWEN3,
+    ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        qkv_bias=False,
-        qk_norm=True,
-        supported=_PLAIN | _NO_ATTENTION_BIAS | _ALL_LAYERS_SPARSE,
+        supported=_PLAIN | _NO_WINDOW | _ALL_LAYERS_SPARSE,
         spellings=_NO_LAYERS,
         expert_width="moe_intermediate_size",
+        **_QWEN3,
     ),
     "llama": Family(
-        "LlamaForCausalLM", qkv_bias=False, qk_norm=False, supported=_PLAIN | _NO_ATTENTION_BIAS
+        "LlamaForCausalLM",
+        qkv_bias=False,
+        qk_norm=False,
+        attention_bias=True,
+        supported=_PLAIN | _NO_WINDOW,
     ),
     "mistral": Family(
         "MistralForCausalLM",
         qkv_bias=False,
         qk_norm=False,
-        supported=_PLAIN | {"sliding_window": None},
+        supported=_PLAIN | _NO_WINDOW,
         defaults={"sliding_window": 4096},
+        sliding_windows="all",
     ),
     # Qwen3.5, 3.6 and 3.8: as published, and as transformers saves the text model by itself
-    "qwen3_5": Family("Qwen3_5ForCausalLM", text_type="qwen3_5_text", **_QWEN3_5),
+    "qwen3_5": Family(
+        "Qwen3_5ForCausalLM",
+        text_type="qwen3_5_text",
+        full_class="Qwen3_5ForConditionalGeneration",
+        **_QWEN3_5,
+    ),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_QWEN3_5),
-    "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM", text_type="qwen3_5_moe_text", **_QWEN3_5_MOE),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeForCausalLM",
+        text_type="qwen3_5_moe_text",
+        full_class="Qwen3_5MoeForConditionalGeneration",
+        **_QWEN3_5_MOE,
+    ),
     "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", **_QWEN3_5_MOE),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        supported=_PLAIN | _NO_ATTENTION_BIAS | _ALL_LAYERS_SPARSE | _DELTA_NET_GATE,
+        supported=_PLAIN | _NO_WINDOW | _NO_ATTENTION_BIAS | _ALL_LAYERS_SPARSE | _DELTA_NET_GATE,
         defaults={"norm_topk_prob": True},
         joined_delta_nets=True,
         carried=("mtp.",),
@@ -142,11 +175,11 @@ FAMILIES: dict[str, Family] = {
         "GptOssForCausalLM",
         qkv_bias=True,
         qk_norm=False,
-        supported=_PLAIN | _GPT_OSS,
+        supported=_PLAIN | _NO_WINDOW | _GPT_OSS,
         defaults={"rms_norm_eps": 1e-5},
         stretched=True,
         expert_width="intermediate_size",
-        sliding_windows=True,
+        sliding_windows="typed",
         sinks=True,
         biases=True,
         glu_limit=7.0,

@@ -6,23 +6,42 @@ from collections.abc import Sequence
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.description.config_fields import Fields
+from stable_opd_mcore.models.description.families import Family
 
 FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention"
 
 
-def read_layer_types(
-    fields: Fields, *, delta_nets: bool, sliding_windows: bool
-) -> tuple[str, ...] | None:
+def read_layer_types(fields: Fields, family: Family) -> tuple[str, ...] | None:
     """The type of each layer; None: all have full attention.
 
-    Args:
-        delta_nets, sliding_windows: whether the family may have a gated delta net (LINEAR) or a
-            sliding window (SLIDING) in some layers.
-
     Raises:
-        UserError: a type that the family lacks, another number of layers, or none with FULL.
+        UserError: a type that the family lacks, another number of layers, or none with FULL where
+            a family has other layers among these.
     """
-    known = {FULL} | ({LINEAR} if delta_nets else set()) | ({SLIDING} if sliding_windows else set())
+    number = fields.count("num_hidden_layers")
+    if family.sliding_windows == "all":
+        kind = FULL if fields.get("sliding_window") is None else SLIDING
+        _read(fields, {kind})
+        return None if kind == FULL else (SLIDING,) * number
+    is_switched = family.sliding_windows == "switched"
+    slides = fields.flag("use_sliding_window") if is_switched else bool(family.sliding_windows)
+    slides = slides and (not is_switched or fields.get("sliding_window") is not None)
+    known = {FULL} | ({LINEAR} if family.delta_nets else set()) | ({SLIDING} if slides else set())
+    given = _read(fields, known)
+    if known == {FULL}:
+        return None
+    types = _usual_types(fields, number, family) if given is None else given
+    if len(types) != number or (FULL not in types and not is_switched):
+        raise UserError(
+            f"{fields.origin}: layer_types has {len(types)} layers, {types.count(FULL)} of "
+            f"them {FULL}; expected {number} (num_hidden_layers), at least one of them "
+            f"{FULL}: correct config.json"
+        )
+    return tuple(types)
+
+
+def _read(fields: Fields, known: set[str]) -> Sequence[str] | None:
+    """The list in config.json, of known types."""
     given = fields.get("layer_types")
     if not isinstance(given, list | tuple | None):
         raise UserError(f"{fields.origin}: layer_types={given!r:.60} should be a list; correct it")
@@ -33,23 +52,16 @@ def read_layer_types(
             f"{fields.values['model_type']}; expected {' or '.join(sorted(known))} in every layer: "
             "take another model"
         )
-    if known == {FULL}:
-        return None
-    number = fields.count("num_hidden_layers")
-    types = _usual_types(fields, number, delta_nets=delta_nets) if given is None else given
-    if len(types) != number or FULL not in types:
-        raise UserError(
-            f"{fields.origin}: layer_types has {len(types)} layers, {types.count(FULL)} of "
-            f"them {FULL}; expected {number} (num_hidden_layers), at least one of them "
-            f"{FULL}: correct config.json"
-        )
-    return tuple(types)
+    return given
 
 
-def _usual_types(fields: Fields, number: int, *, delta_nets: bool) -> list[str]:
+def _usual_types(fields: Fields, number: int, family: Family) -> list[str]:
     """transformers' default: every second or fourth layer, or as configured, has full attention."""
-    every = fields.count("full_attention_interval", 4) if delta_nets else 2
-    other = LINEAR if delta_nets else SLIDING
+    if family.sliding_windows == "switched":
+        first = fields.whole("max_window_layers")
+        return [SLIDING if i >= first else FULL for i in range(number)]
+    every = fields.count("full_attention_interval", 4) if family.delta_nets else 2
+    other = LINEAR if family.delta_nets else SLIDING
     return [FULL if (i + 1) % every == 0 else other for i in range(number)]
 
 

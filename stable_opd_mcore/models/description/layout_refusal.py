@@ -24,8 +24,13 @@ def layout_refusal(
                 f"{architecture.model_type} model: choose a tensor size among "
                 f"{divisors(architecture.num_key_value_heads)}"
             )
-    if context > 1 and (net is not None or architecture.family.sinks):
-        needs_whole = "a gated delta net" if net is not None else "an attention sink"
+    kinds = {
+        "a gated delta net": net is not None,
+        "an attention sink": architecture.family.sinks,
+        f"a sliding window of {architecture.sliding_window}": bool(architecture.sliding_layers),
+    }
+    needs_whole = next((kind for kind, is_here in kinds.items() if is_here), None)
+    if context > 1 and needs_whole is not None:
         return (
             f"parallel.context={context}: {needs_whole} of this "
             f"{architecture.model_type} model needs whole sequences on a rank; set "

@@ -58,7 +58,10 @@ def read_keys(family: Family) -> set[str]:
     keys = _READ | {family.expert_width} if family.expert_width else set(_READ)
     keys |= _READ_OF_DELTA_NETS if family.delta_nets else set()
     keys |= {"shared_expert_intermediate_size"} if family.shared_expert else set()
-    return keys | ({"sliding_window"} if family.sliding_windows else set())
+    keys |= {"attention_bias"} if family.attention_bias else set()
+    keys |= {"sliding_window"} if family.sliding_windows else set()
+    switch = {"use_sliding_window", "max_window_layers"}
+    return keys | (switch if family.sliding_windows == "switched" else set())
 
 
 def unread_settings(fields: Mapping[str, Any]) -> dict[str, Any]:

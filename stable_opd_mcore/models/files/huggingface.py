@@ -22,7 +22,7 @@ from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.files.expert_stacks import file_shapes, stacked
 from stable_opd_mcore.models.files.megatron_checkpoint import is_megatron
-from stable_opd_mcore.models.files.safetensors_files import BF16, INDEX, SINGLE, TensorFiles
+from stable_opd_mcore.models.files.safetensors_files import BF16, INDEX, SINGLE, Change, TensorFiles
 from stable_opd_mcore.models.files.small_files import copy_image_settings, write_config
 from stable_opd_mcore.models.hidden_states import unwrap
 from stable_opd_mcore.models.weights import (
@@ -113,6 +113,7 @@ def export_hf(
     directory: str | Path,
     *,
     base: str | Path | None = None,
+    change: Change | None = None,
     save_tokenizer: Callable[[Path], object] = lambda _: None,
     max_file_bytes: int = 5 * 1024**3,
 ) -> None:
@@ -126,6 +127,7 @@ def export_hf(
             its settings for images, are copied. Weights that every model keeps in fp32 are written
             in the type that they have there. The experts of a layer are stacked if they are stacked
             there.
+        change: what becomes of a tensor that is copied; None: it stays.
 
     Raises:
         UserError: a weight is not finite, `base` cannot be read, or the directory cannot be
@@ -135,7 +137,7 @@ def export_hf(
     refuse_non_finite(chunks, f"{directory} is not written")
     source = None
     if base is not None and architecture.family.carried:
-        source = TensorFiles(Path(base), architecture)
+        source = TensorFiles(Path(base), architecture, change)
         _require_readable(source, f"{directory} is not written")
     if dist.get_rank() == 0:
         with source or nullcontext():

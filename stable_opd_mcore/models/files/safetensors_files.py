@@ -5,6 +5,7 @@ Nothing is written here (huggingface.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stable_opd_mcore.models.files import mxfp4
 from stable_opd_mcore.models.files.expert_stacks import are_stacked, file_shapes, place
 from stable_opd_mcore.models.weights import is_finite
 
+Change = Callable[[str, Tensor], Tensor]  # a tensor's name and the tensor -> another of its form
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 BF16 = "BF16"
@@ -39,8 +41,10 @@ class TensorFiles:
     """The safetensors files of a directory. The tensors are those that the files hold; the index
     says only which files these are."""
 
-    def __init__(self, directory: Path, architecture: Architecture) -> None:
-        self.directory, self._architecture = directory, architecture
+    def __init__(
+        self, directory: Path, architecture: Architecture, change: Change | None = None
+    ) -> None:
+        self.directory, self._architecture, self._change = directory, architecture, change
         self._file_of: dict[str, str] = {}
         self._open: dict[str, Any] = {}
         self.stacks_experts = False  # known once the files' names are
@@ -106,6 +110,12 @@ class TensorFiles:
             f"{architecture.hidden_size}: give a complete checkpoint of this architecture"
         )
         for name, shape in wanted.items():
+            if name == tensors.HEAD not in self._file_of:
+                raise UserError(
+                    f"{self.directory}: tensor {name} is missing, but config.json does not say "
+                    "tie_word_embeddings=true, with which the embedding is the head; set that if "
+                    "the model was trained so, else give a complete checkpoint"
+                )
             if name not in self._file_of:
                 raise UserError(f"{self.directory}: tensor {name} is missing; {hint}")
             view = self._view(name)
@@ -169,8 +179,9 @@ class TensorFiles:
         return names
 
     def copy(self, name: str) -> Tensor:
-        """A whole tensor as it is in the file."""
-        return self._handle(self._file_of[name]).get_tensor(name)
+        """A whole tensor as it is in the file, or as `change` makes it."""
+        tensor = self._handle(self._file_of[name]).get_tensor(name)
+        return tensor if self._change is None else self._change(name, tensor)
 
     def unread(self) -> list[str]:
         """Files of weights in the directory that hold none of the model's tensors."""

@@ -15,6 +15,7 @@ from stable_opd_mcore.models.description.architecture import Architecture
 
 TRAINED = "trained.json"  # an exported model's file: the run and step it is from
 _GENERATION = "generation_config.json"
+_MORE_TEMPLATES = "additional_chat_templates"
 _COPIED_FILES = tuple(name for name in TOKENIZER_FILES if name != "config.json")
 
 
@@ -36,6 +37,8 @@ def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path
 def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copy the tokenizer and generation settings of one model directory to another."""
     _copy(source, directory, _COPIED_FILES)
+    if (source / _MORE_TEMPLATES).is_dir():
+        shutil.copytree(source / _MORE_TEMPLATES, directory / _MORE_TEMPLATES)
 
 
 def copy_generation_settings(source: Path, directory: Path) -> None:

@@ -203,9 +203,8 @@ def _packed(
     """Causal attention within each sequence of [T, 1, heads, D], as [T, 1, A D].
 
     Args:
-        sinks, window: the layer's (attention_sinks.py). Only a layer with sinks has a window.
+        sinks, window: the layer's (attention_sinks.py).
     """
-    assert window is None or sinks is not None
     parts = []
     whole, masks = buckets, (None,) * len(buckets.shapes)
     if keys is not None:
@@ -213,7 +212,7 @@ def _packed(
         key, value = keys.gather(key, value)
     heads = (_rectangles(query, buckets), _rectangles(key, whole), _rectangles(value, whole))
     for q, k, v, mask in zip(*heads, masks, strict=True):
-        if sinks is not None:
+        if sinks is not None or window is not None:
             assert mask is None, "a layout with context parallelism is refused"
             bias = causal_bias(q.shape[2], window, like=q)
             attended = attend_with_sinks(q, k, v, sinks, bias=bias, scale=scale)

@@ -2,7 +2,8 @@
 
 A sink is a learned logit of a head. It takes part in the softmax over a token's scores and has no
 value, so a head may attend to nothing. A sliding window lets a token read only the last tokens.
-gpt-oss has both. Transformer Engine computes them itself, from a parameter of the same name.
+gpt-oss has both, and Mistral, Qwen2 and Qwen3 may have the window. Transformer Engine computes them
+itself, from a parameter of the same name.
 
 Letters: N sequences, G key-value groups with R query heads each, T queries and S keys of a
 sequence, D head size, A = G R query heads of this tensor rank.
@@ -75,7 +76,7 @@ def attend_with_sinks(
     queries_NATD: Tensor,
     keys_NGSD: Tensor,
     values_NGSD: Tensor,
-    sinks_A: Tensor,
+    sinks_A: Tensor | None,
     *,
     bias: Tensor | None,
     scale: float | None,
@@ -83,6 +84,7 @@ def attend_with_sinks(
     """Attention with a sink in each head's softmax, [N, A, T, D].
 
     Args:
+        sinks_A: None: there are none.
         bias: what is added to the scores, of a shape that broadcasts to [N, 1, 1, T, S].
         scale: what the scores are multiplied by; None: 1/sqrt(D).
     """
@@ -93,8 +95,11 @@ def attend_with_sinks(
     scores_NGRTS = scores.unflatten(2, (-1, length))
     if bias is not None:
         scores_NGRTS = scores_NGRTS + bias
-    sinks = sinks_A.float().view(1, groups, -1, 1, 1).expand(*scores_NGRTS.shape[:-1], 1)
-    weights_NGRTS = torch.cat((scores_NGRTS, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+    if sinks_A is None:
+        weights_NGRTS = scores_NGRTS.softmax(dim=-1)
+    else:
+        sinks = sinks_A.float().view(1, groups, -1, 1, 1).expand(*scores_NGRTS.shape[:-1], 1)
+        weights_NGRTS = torch.cat((scores_NGRTS, sinks), dim=-1).softmax(dim=-1)[..., :-1]
     mixed = weights_NGRTS.flatten(2, 3).to(values_NGSD.dtype) @ values_NGSD
     return mixed.unflatten(2, (-1, length)).flatten(1, 2)
 

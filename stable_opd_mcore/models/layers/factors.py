@@ -12,7 +12,7 @@ Letters: T tokens, I inputs and O outputs of a matrix, R rank of its factors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -36,7 +36,8 @@ Which = Literal["A", "B"]
 
 
 class Factors(Module):
-    """The pairs of one linear layer: one for each of the HF matrices that it joins."""
+    """The pairs of one linear layer: one for each of `names`, which are some or all of the HF
+    matrices that it joins."""
 
     hook: RemovableHandle  # what adds them to the layer's output
 
@@ -45,12 +46,13 @@ class Factors(Module):
         model: HiddenStatesGPTModel,
         weight: Tensor,
         entry: tensors.Parameter,
+        names: Sequence[str],
+        *,
         rank: int,
-        alpha: float,
+        scale: float,
     ) -> None:
         super().__init__()
-        self.entry, self.rank, self.alpha = entry, rank, alpha
-        self.scale = alpha / rank
+        self.entry, self.names, self.rank, self.scale = entry, names, rank, scale
         self.is_on = True
         self._architecture = model.architecture
         self.group = model.pg_collection.tp
@@ -62,11 +64,12 @@ class Factors(Module):
         self.pieces = pieces(entry, model.architecture)
         parts_of_a, parts_of_b = (self.num_parts, 1) if self.cuts_columns else (1, self.num_parts)
         self.A, self.B = ParameterList(), ParameterList()
-        for name in entry.hf_names:
+        for name in names:
             inputs = tensors.hf_shape(name, model.architecture)[1]
             self.A.append(Parameter(torch.empty(rank, inputs // parts_of_a, **like)))
-        for _, _, outputs in self.pieces:
-            self.B.append(Parameter(torch.empty(outputs // parts_of_b, rank, **like)))
+        for name, _, outputs in self.pieces:
+            if name in names:
+                self.B.append(Parameter(torch.empty(outputs // parts_of_b, rank, **like)))
         for _, which, _, own in self.parts():
             self._mark(which, own)
 
@@ -90,25 +93,38 @@ class Factors(Module):
     def parts(self) -> Iterator[tuple[str, Which, slice, Tensor]]:
         """HF name of the matrix, which factor of it, the rows of a piece of the whole factor, and
         this rank's part of the piece. All pieces of a factor follow each other."""
-        for name, a_RI in zip(self.entry.hf_names, self.A, strict=True):
+        pieces = [piece for piece in self.pieces if piece[0] in self.names]
+        for name, a_RI in zip(self.names, self.A, strict=True):
             yield name, "A", slice(0, self.rank), a_RI
-            for (of, start, rows), b_OR in zip(self.pieces, self.B, strict=True):
+            for (of, start, rows), b_OR in zip(pieces, self.B, strict=True):
                 if of == name:
                     yield name, "B", slice(start, start + rows), b_OR
 
-    def _by_piece(self, of_each: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The tensor of the matrix to which each piece of B belongs, and the piece."""
-        by_name = dict(zip(self.entry.hf_names, of_each, strict=True))
-        for (name, *_), b_OR in zip(self.pieces, self.B, strict=True):
-            yield by_name[name], b_OR
+    def _by_piece(
+        self,
+        of_each: Iterable[Tensor],
+        product: Callable[[Tensor, Tensor], Tensor],
+        zeros: Callable[[int], Tensor],
+    ) -> list[Tensor]:
+        """The product of each piece of B with the tensor of its matrix; zeros for as many rows
+        where the matrix has no pair."""
+        by_name, own = dict(zip(self.names, of_each, strict=True)), iter(self.B)
+        share = 1 if self.cuts_columns else self.num_parts
+        return [
+            product(by_name[name], next(own)) if name in by_name else zeros(rows // share)
+            for name, _, rows in self.pieces
+        ]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """What this rank adds to the layer's output; `hidden` is what the layer multiplies."""
         low = self._of_all_ranks(F.linear(hidden, torch.cat(list(self.A))) * self.scale)
         if self.cuts_columns:
             return F.linear(low, self.B[0])
-        low_of_each = low.split(self.rank, dim=-1)
-        outputs = [F.linear(own, b_OR) for own, b_OR in self._by_piece(low_of_each)]
+        outputs = self._by_piece(
+            low.split(self.rank, dim=-1),
+            lambda own, b_OR: F.linear(own, b_OR),
+            lambda rows: low.new_zeros(*low.shape[:-1], rows),
+        )
         return self._joined(outputs, dim=-1)
 
     def _of_all_ranks(self, low: Tensor) -> Tensor:
@@ -125,8 +141,11 @@ class Factors(Module):
 
     def added_to(self, weight: Tensor) -> Tensor:
         """This rank's shard of the merged matrices, summed in fp32. No communication."""
-        pairs = self._by_piece(self.A)
-        products = [self.scale * (b_OR.float() @ a_RI.float()) for a_RI, b_OR in pairs]
+        products = self._by_piece(
+            self.A,
+            lambda a_RI, b_OR: self.scale * (b_OR.float() @ a_RI.float()),
+            lambda rows: weight.new_zeros(rows, weight.shape[1], dtype=torch.float32),
+        )
         return self._joined(products, dim=0).add_(weight).to(weight.dtype)
 
     def _joined(self, rows: Sequence[Tensor], dim: int) -> Tensor:

@@ -106,6 +106,15 @@ class TorchColumnLinear(TorchLinear, ColumnParallelLinear):
     """Megatron's layer with rows of the matrix on each tensor rank."""
 
 
+def biased(linear: type[Any]) -> type[Any]:
+    """A layer of this class with a bias, where Megatron's settings say that layers have none."""
+
+    def __init__(self: Any, *arguments: Any, **options: Any) -> None:
+        linear.__init__(self, *arguments, **options | {"bias": True})
+
+    return type(f"Biased{linear.__name__}", (linear,), {"__init__": __init__})
+
+
 class TorchRowLinear(TorchLinear, RowParallelLinear):
     """Megatron's layer with columns of the matrix on each tensor rank."""
 

@@ -28,8 +28,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from stable_opd_mcore.config.models import LoraConfig
+from stable_opd_mcore.models.files.adapted import missing_shapes
 from stable_opd_mcore.models.files.peft_directory import adapter_config, tensor_name
-from stable_opd_mcore.models.lora import base_only, form_of, iter_factors
+from stable_opd_mcore.models.lora import base_only, config_of, iter_factors
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, broadcast_object
 from stable_opd_mcore.records import Rollout
@@ -146,20 +148,24 @@ class FactorSender:
 
     def _adapter(self, name: str, is_sender: bool) -> _Adapter | None:
         """The present factors, on the sender. Collective over the replica's ranks."""
-        architecture, form = architecture_of(self.chunks), form_of(self.chunks)
+        architecture, lora = architecture_of(self.chunks), config_of(self.chunks)
         tensors: dict[str, Tensor] = {}
         for matrix, a_RI, b_OR in iter_factors(self.chunks):
             if is_sender:
                 matrix = name_on_server(matrix, architecture)
                 tensors[tensor_name(matrix, "A")] = self._on_host(a_RI)
                 tensors[tensor_name(matrix, "B")] = self._on_host(b_OR)
+        for matrix, (outputs, inputs) in missing_shapes(architecture, lora.matrices).items():
+            matrix = name_on_server(matrix, architecture)
+            tensors[tensor_name(matrix, "A")] = torch.zeros(lora.rank, inputs, dtype=self.dtype)
+            tensors[tensor_name(matrix, "B")] = torch.zeros(outputs, lora.rank, dtype=self.dtype)
         # With the weights that are sent, and collective as they are.
         text = sampled_text(self.chunks, self.world, _TEXT_TOKENS)
         if not is_sender:
             return None
         body = {
             "lora_name": name,
-            "config_dict": adapter_config(tensors, int(form["rank"]), form["alpha"], None),
+            "config_dict": adapter_config(tensors, _without_rslora(lora), None, architecture),
             "expected_checksums": {key: _sha256(tensor) for key, tensor in tensors.items()},
         }
         pickled = base64.b64encode(pickle.dumps(tensors)).decode()
@@ -207,6 +213,12 @@ class FactorSender:
         )
         scores = client.submit(request, timeouts.UPDATE).result()
         return float(np.abs(scores.logprobs_L - adapter.text.rollout_logprobs).mean())
+
+
+def _without_rslora(lora: LoraConfig) -> LoraConfig:
+    """The same scale in SGLang's form, which divides alpha by the rank."""
+    alpha = lora.scale(lora.rank) * lora.rank
+    return lora.model_copy(update={"alpha": alpha, "rslora": False})
 
 
 def _loaded_adapters(client: SglangClient) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
-from stable_opd_mcore.models.tensors import hf_shapes
+from stable_opd_mcore.models.files.adapted import sent_names
 from stable_opd_mcore.placement.topology import MEMORY_SHARES, sends_adapter, server_dtype
 from stable_opd_mcore.rollout.sglang.checksums import CPU_MLP_MULTIPLE
 from stable_opd_mcore.serving.api_key import read_api_key
@@ -102,13 +102,10 @@ def _adapter_arguments(
             f"multiple of {CPU_MLP_MULTIPLE * tensor}, which the factors do not fit; set "
             "rollout.sglang.lora=merged"
         )
-    shapes = hf_shapes(student)
-    matrices = [name for name in shapes if ".layers." in name and len(shapes[name]) == 2]
-    modules = {name.split(".")[-2] for name in matrices}
     arguments = [
         "--enable-lora",
         *("--max-lora-rank", str(lora.rank)),
-        *("--lora-target-modules", *sorted(modules)),
+        *("--lora-target-modules", *sent_names(student, lora.matrices)),
         *("--max-loras-per-batch", "2"),  # one, and none: a health probe names no adapter
         "--lora-strict-loading",  # refuses factors of unknown matrices instead of ignoring them
     ]

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file
 from torch.nn import Module
 
+from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import (
     restore_directory,
@@ -69,9 +70,9 @@ class Record:
     reference: bool  # whether the weights of a moving reference are saved too
     versions: dict[str, str]
     teacher: bool = False  # the same of a self-teacher
-    # Rank and alpha of a student's low-rank factors, which are saved in place of its weights, and
-    # the hash of the weights that they belong to
-    factors: dict[str, float] = field(default_factory=dict)
+    # The form of a student's low-rank factors (settings of student.lora), which are saved in place
+    # of its weights, and the hash of the weights that they belong to
+    factors: dict[str, Any] = field(default_factory=dict)
     base: str | None = None
     format: Literal[2] = 2
 
@@ -249,13 +250,7 @@ def merge_factors(chunks: Sequence[Module], path: Path) -> None:
         UserError: other weights, or a checkpoint that is damaged or not ours.
     """
     record = _read_record(require_intact(path))
-    form = record.factors
-    adapt(
-        chunks,
-        rank=int(form["rank"]),
-        alpha=form["alpha"],
-        expert_rank=int(form.get("expert_rank", form["rank"])),
-    )
+    adapt(chunks, LoraConfig(**_form_of(record)))
     _refuse_other_base(path, record, base_hash(chunks))
     loaded: Any = dist_checkpointing.load({"factors": sharded_factors(chunks)}, str(path))
     set_factors(chunks, loaded["factors"])
@@ -263,12 +258,17 @@ def merge_factors(chunks: Sequence[Module], path: Path) -> None:
     merge(chunks)
 
 
-def _refuse_other_factors(path: Path, record: Record, wanted: dict[str, float]) -> None:
+def _form_of(record: Record) -> dict[str, Any]:
+    """The factors' form. Checkpoints of version 0.1.0 also name an `expert_alpha`: their alpha."""
+    return {key: value for key, value in record.factors.items() if key != "expert_alpha"}
+
+
+def _refuse_other_factors(path: Path, record: Record, wanted: dict[str, Any]) -> None:
     """Raise a UserError if the checkpoint's low-rank factors have another form."""
-    found = record.factors
+    found = _form_of(record)
     if found != wanted:
         texts = [
-            "student.lora with " + ", ".join(f"{key}={value:g}" for key, value in form.items())
+            "student.lora with " + ", ".join(f"{key}={_text(form[key])}" for key in form)
             if form
             else "student.lora=null"
             for form in (found, wanted)
@@ -277,6 +277,12 @@ def _refuse_other_factors(path: Path, record: Record, wanted: dict[str, float]) 
             f"{path}: checkpoint of a run with {texts[0]}, but the config has {texts[1]}; use "
             "another run.name or the config it was written with"
         )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(value)}]"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 
 def _refuse_other_base(path: Path, record: Record, base: str | None) -> None:

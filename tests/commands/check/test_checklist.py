@@ -126,9 +126,9 @@ def test_settings_and_weights_of_a_pair_of_directories_are_checked(tmp_path):
     (tmp_path / "student" / "model.safetensors").write_bytes(b"")
     (error,) = check_pair(student, teacher).errors
     assert "model.safetensors: not readable, probably truncated (0 bytes)" in error.title
-    write_model(tmp_path / "student", use_sliding_window=True)
+    write_model(tmp_path / "student", is_causal=False)
     (error,) = check_pair(student, teacher).errors
-    assert "use_sliding_window=True is not supported" in error.title
+    assert "is_causal=False is not supported" in error.title
 
 
 def test_a_directory_without_settings_is_said(tmp_path):

@@ -12,7 +12,7 @@ from stable_opd_mcore.commands.check import model_directories
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.models.description.architecture import read_architecture
-from stable_opd_mcore.models.files import megatron_checkpoint, peft_directory
+from stable_opd_mcore.models.files import megatron_checkpoint, peft_loading
 from stable_opd_mcore.models.files.manifest import MANIFEST
 from stable_opd_mcore.models.files.megatron_checkpoint import load_weights
 from stable_opd_mcore.models.tensors import hf_shapes
@@ -194,7 +194,7 @@ def test_a_reference_that_is_not_as_the_student_is_refused_or_found(tmp_path, mo
 
 
 def test_an_adapter_of_another_model_is_found(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(peft_directory, "check_adapter", lambda *_: {})  # its tensors
+    monkeypatch.setattr(peft_loading, "check_adapter", lambda *_: {})  # its tensors
     student = {"path": model[0], "architecture": None, "lora": {"path": str(tmp_path)}}
     config = tiny_config(tmp_path, "run", student=student, tokenizer={"path": None})
     for base, found in (("me/model", 0), (None, 0), ("/elsewhere/other", 1)):
@@ -205,7 +205,7 @@ def test_an_adapter_of_another_model_is_found(tmp_path, model, monkeypatch):
 
 
 def test_what_an_adapter_has_next_to_its_factors_is_found(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(peft_directory, "check_adapter", lambda *_: {})  # its tensors
+    monkeypatch.setattr(peft_loading, "check_adapter", lambda *_: {})  # its tensors
     student = {"path": model[0], "architecture": None, "lora": {"path": str(tmp_path / "adapter")}}
     config = tiny_config(tmp_path, "run", student=student, tokenizer={"path": None})
 
@@ -247,13 +247,13 @@ def test_missing_misshapen_truncated_and_absent_weights_are_refused(tmp_path, mo
 
 
 def test_a_config_json_that_train_refuses_is_refused(tmp_path):
-    path = write_model(tmp_path / "model", use_sliding_window=True)
+    path = write_model(tmp_path / "model", is_causal=False)
     section = {"path": path, "architecture": None}
     student = RunInputs(tiny_config(tmp_path, "run", student=section), None)
-    with pytest.raises(UserError, match="use_sliding_window=True is not supported"):
+    with pytest.raises(UserError, match="is_causal=False is not supported"):
         list(model_directories.student_settings(student))
     assert list(model_directories.teacher_settings(student)) == []
-    with pytest.raises(UserError, match="use_sliding_window=True is not supported"):
+    with pytest.raises(UserError, match="is_causal=False is not supported"):
         list(
             model_directories.teacher_settings(
                 RunInputs(tiny_config(tmp_path, "run", teacher=section), None)

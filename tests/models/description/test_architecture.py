@@ -2,14 +2,19 @@
 
 import copy
 import json
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.description.families import FAMILIES
+from stable_opd_mcore.models.description.layer_types import FULL, SLIDING
 from stable_opd_mcore.models.description.unread_settings import unread_settings
 from stable_opd_mcore.models.files.small_files import write_config
 from tests.models import tiny
@@ -25,7 +30,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             f"model_type 'gpt2' is not supported; .*: {', '.join(sorted(FAMILIES))}",
         ),
         ({"model_type": ["qwen3"]}, r"model_type \['qwen3'\] is not supported"),
-        ({"hidden_size": None}, "no hidden_size, which"),
+        ({"hidden_size": None}, "hidden_size=null should be a positive whole number"),
         ({"vocab_size": "many"}, "vocab_size='many' should be a positive whole number"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type 'longrope'"),
         (
@@ -49,7 +54,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             r"rope_parameters={.*} and rope_scaling={.*} differ",
         ),
         ({"rope_parameters": None}, "no rope_theta, nor one in rope_parameters"),
-        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window='yes' should be true or false"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* not supported"),
         (
@@ -247,15 +252,10 @@ def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
     """A key may be left out where transformers' default is the implemented value."""
     defaults = AutoConfig.for_model(model_type).get_text_config()
     for key, implemented in FAMILIES[model_type].supported.items():
-        usual = FAMILIES[model_type].defaults.get(key, implemented)
-        assert getattr(defaults, key, usual) == usual, key
+        assert getattr(defaults, key, implemented) == implemented, key
         fields = tiny.config(model_type)
         fields.get("text_config", fields).pop(key, None)
-        if usual == implemented:
-            read_architecture(fields)
-        else:
-            with pytest.raises(ValueError, match=f"{key}={usual} is not supported"):
-                read_architecture(fields)
+        read_architecture(fields)
     fields = tiny.config(model_type)
     fields.get("text_config", fields).pop("norm_topk_prob", None)
     if (experts := read_architecture(fields).experts) is not None:
@@ -271,10 +271,10 @@ def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
             {"layer_types": ["sliding_attention"] * 4},
             "layer_types has 4 layers, 0 of them full_att",
         ),
-        ({"sliding_window": None}, "no sliding_window, which a gpt_oss config needs"),
+        ({"sliding_window": None}, "sliding_window=null should be a positive whole number"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* not supported"),
         ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
-        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true is not"),
+        ({"num_experts_per_tok": 1}, r"num_experts_per_tok=1 is not .*\(which every gpt_oss d"),
         (
             {"rope_parameters": None, "rope_theta": 1e4},
             "no rope_parameters nor rope_scaling, which transformers then invents for a gpt_oss",
@@ -293,10 +293,10 @@ def test_bad_values_of_sliding_windows_and_biased_experts_are_refused(changes, m
         ({"layer_types": ["full_attention"]}, r"layer_types has 1 layers.* expected 4"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types=.* is not supported"),
         ({"linear_num_value_heads": 3}, "linear_num_value_heads=3 is not a multiple of"),
-        ({"linear_num_key_heads": None}, "no linear_num_key_heads, which a qwen3_5_moe config"),
+        ({"linear_num_key_heads": None}, "linear_num_key_heads=null should be a positive whole"),
         ({"attn_output_gate": False}, "attn_output_gate=False is not supported for qwen3_5_moe"),
         ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported for qwen3_5_moe"),
-        ({"shared_expert_intermediate_size": None}, "no shared_expert_intermediate_size, which a"),
+        ({"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size=null should"),
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}},
             "partial_rotary_factor=0.2 of head_dim=16 rotates 3 elements",
@@ -322,6 +322,42 @@ def test_layers_and_rotated_share_have_the_defaults_of_transformers() -> None:
     fields = {k: v for k, v in tiny.config("gpt_oss").items() if k != "layer_types"}
     assert read_architecture(fields).sliding_layers == (0, 2)
     assert AutoConfig.for_model(**fields).layer_types[:2] == ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
+def test_sliding_windows_are_those_of_transformers_or_refused(model_type: str) -> None:
+    """Over all combinations of the settings, given or left out. A window that no position leaves
+    has no effect."""
+    mixed, every = ["full_attention", "sliding_attention"] * 2, ["sliding_attention"] * 4
+    choices: dict[str, list[Any]] = {
+        "sliding_window": [None, 5, 128, "absent"],
+        "use_sliding_window": [True, False, "absent"],
+        "max_window_layers": [0, 3, 9, "absent"],
+        "layer_types": [None, mixed, every],
+    }
+    seen = set()
+    for values in product(*choices.values()):
+        fields = tiny.config(model_type, **dict(zip(choices, values, strict=True)))
+        fields = {key: value for key, value in fields.items() if value != "absent"}
+        theirs = AutoConfig.for_model(**fields)
+        window, listed = theirs.sliding_window, fields["layer_types"]
+        if model_type == "mistral":
+            types, is_refused = (
+                [FULL if window is None else SLIDING] * 4,
+                listed not in (None, every),
+            )
+            is_refused = is_refused or (listed == every and window is None)
+            is_refused = is_refused or fields.get("use_sliding_window") is True
+        else:
+            types, is_refused = theirs.layer_types, listed is not None and window is None
+        with pytest.raises(UserError) if is_refused else nullcontext():
+            found = read_architecture(fields)
+            has_effect = window is not None and window < 128
+            sliding = tuple(i for i, kind in enumerate(types) if kind == SLIDING and has_effect)
+            assert found.sliding_layers == sliding, fields
+            assert found.sliding_window == (window if sliding else None)
+            seen.add(sliding)
+    assert len(seen) == (2 if model_type == "mistral" else 4)
 
 
 def test_settings_of_a_nested_config_are_changed_where_they_are_read() -> None:

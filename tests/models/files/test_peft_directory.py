@@ -14,16 +14,13 @@ from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.files.huggingface import load_hf
-from stable_opd_mcore.models.files.peft_directory import (
-    export_adapter,
-    load_adapter,
-    unread_settings,
-)
+from stable_opd_mcore.models.files.peft_directory import export_adapter, unread_settings
+from stable_opd_mcore.models.files.peft_loading import check_adapter, load_adapter, merge_adapter
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.models.layers.factors import factors_of
 from stable_opd_mcore.models.lora import adapt
-from stable_opd_mcore.models.weights import architecture_of
+from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
@@ -39,7 +36,7 @@ def adapted(
     chunks = build_model(architecture, world, seed=1)
     if base is not None:
         load_hf(chunks, base)
-    adapt(chunks, rank=4, alpha=8.0, expert_rank=expert_rank)
+    adapt(chunks, LoraConfig(rank=4, alpha=8.0, expert_rank=expert_rank))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for factors in factors_of(chunks):
@@ -110,6 +107,67 @@ def test_fewer_ranks_of_experts_are_padded(world: World, tmp_path) -> None:
             torch.testing.assert_close(product, factors.scale * b_OR.detach() @ a_RI.detach())
 
 
+CHOSEN = [  # family, matrices, those of an adapter that has one more or one fewer
+    ("qwen3", ("q_proj", "v_proj"), ("v_proj",)),
+    ("gpt_oss", ("gate_up_proj", "k_proj"), ("gate_up_proj", "down_proj", "k_proj")),
+    ("qwen3_5_moe", ("experts.up_proj", "in_proj_z"), ("up_proj", "in_proj_z")),
+    ("qwen3_moe", ("experts.down_proj",), None),
+]
+
+
+@pytest.mark.parametrize(("family", "matrices", "others"), CHOSEN)
+def test_chosen_matrices_in_rslora(family, matrices, others, world: World, tmp_path) -> None:
+    """Written, read to train on and merged; an adapter of others says what to set."""
+    fields, forms = tiny.config(family), {"rank": 4, "alpha": 8.0, "rslora": True}
+    lora, other = (LoraConfig(**forms, matrices=each) for each in (matrices, others))
+    architecture = tiny.read_architecture(fields)
+    chunks = build_model(architecture, world, seed=1)
+    adapt(chunks, lora)
+    tiny.redraw_factors(chunks, 3)
+    export_adapter(chunks, tmp_path, None)
+    again = build_model(architecture, world, seed=1)
+    adapt(again, lora)
+    load_adapter(again, tmp_path, lora)
+    for own, read in zip(factors_of(chunks), factors_of(again), strict=True):
+        assert own.names == read.names
+        assert all(map(torch.equal, own.parameters(), read.parameters()))
+    plain = build_model(architecture, world, seed=1)
+    merge_adapter(plain, tmp_path)
+    for (name, tensor), (_, wanted) in zip(
+        iter_hf_tensors(plain), iter_hf_tensors(chunks), strict=True
+    ):
+        torch.testing.assert_close(tensor, wanted, msg=name)
+    with pytest.raises(UserError, match=r"set student\.lora\.matrices=\[") as refusal:
+        check_adapter(tmp_path, architecture, other)
+    remedy = str(refusal.value).rpartition("matrices=[")[2].rstrip("]").split(",")
+    check_adapter(tmp_path, architecture, LoraConfig(**forms, matrices=tuple(remedy)))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "qwen3_5_moe"])
+def test_a_model_with_other_parts_has_an_adapter_for_both_of_its_classes(
+    model_type, world: World, tmp_path
+) -> None:
+    chunks = adapted(tiny.config(model_type), world)
+    export_adapter(chunks, tmp_path, "base")
+    whole = tiny.transformer(tiny.config(model_type), 0)
+    classes = [(tmp_path, whole)]
+    if (tmp_path / "causal_lm").is_dir():
+        text = tiny.transformer(tiny.config(f"{model_type}_text"), 0)
+        classes.append((tmp_path / "causal_lm", text))
+    assert len(classes) == (1 if model_type == "qwen3_vl" else 2)  # it has no text class
+    for directory, model in classes:
+        settings = json.loads((directory / "adapter_config.json").read_text())
+        pairs = load_file(directory / "adapter_model.safetensors")
+        paths = {name.removeprefix("base_model.model.").split(".lora_")[0] for name in pairs}
+        known = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+        assert {path for path in paths if ".experts." not in path} <= known
+        mapping = settings.get("auto_mapping") or {"base_model_class": None}
+        assert (settings["task_type"] is None) == (model is whole)
+        if model is whole:
+            assert mapping["base_model_class"] == type(whole).__name__
+            assert mapping["parent_library"] == type(whole).__module__
+
+
 LAYOUT = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
 
 
@@ -131,7 +189,7 @@ def write_and_read(rank: int, world_size: int, path: str, name: str, parallel: d
         chunks = adapted(tiny.config("gpt_oss"), world)
     else:
         chunks = build_model(tiny.architecture("gpt_oss"), world)
-        adapt(chunks, rank=4, alpha=8.0)
+        adapt(chunks, LoraConfig(rank=4, alpha=8.0))
         load_adapter(chunks, Path(path) / "one", LoraConfig(rank=4, alpha=8.0))
     export_adapter(chunks, Path(path) / name, None)
     stop_world()
@@ -147,20 +205,15 @@ def saved(world: World, tmp_path) -> tuple[list[Any], Path]:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("use_dora", True, "use_dora=True is not supported; expected False: give the model"),
         ("alora_invocation_tokens", [1, 2], r"alora_invocation_tokens=\[1, 2\] is not supported"),
-        ("rank_pattern", {"q_proj": 8}, "rank_pattern={'q_proj': 8} is not supported"),
-        ("use_rslora", True, "use_rslora=True is not supported"),
-        ("bias", "all", "bias='all' is not supported; expected 'none'"),
+        ("alpha_pattern", {"q_proj": 9}, r"ranks and scales .*2\.25.*run `stable-opd convert"),
+        ("use_rslora", True, r"student\.lora\.alpha=8, .* has 16; set student\.lora\.alpha=16"),
         ("init_lora_weights", "pissa", "init_lora_weights='pissa' is not supported"),
-        ("modules_to_save", ["lm_head"], r"modules_to_save=\['lm_head'\] is not supported"),
-        ("peft_type", "IA3", "peft_type='IA3' is not supported; expected 'LORA'"),
-        ("r", 8, r"student\.lora\.rank=4, but the adapter in .* has 8; set student\.lora\.rank=8"),
+        ("r", 8, r"r=8 for .*_proj, but .* has rank 4; copy both files again"),
         ("lora_alpha", 16, r"student\.lora\.alpha=8, .* has 16"),
-        ("r", "x", "r='x' and lora_alpha=8 should be positive numbers"),
     ],
 )
-def test_variants_are_refused_by_name(saved, key, value, message) -> None:
+def test_what_training_cannot_start_from_is_refused_by_name(saved, key, value, message) -> None:
     chunks, path = saved
     file = path / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
@@ -208,9 +261,9 @@ def test_missing_and_foreign_tensors_are_refused_by_name(saved) -> None:
     pairs = load_file(file)
     some = next(iter(pairs))
     for changed, message in (
-        ({k: v for k, v in pairs.items() if k != some}, f"{some} has shape absent, expected"),
-        ({**pairs, "lm_head.lora_A.weight": torch.zeros(4, 4)}, "lm_head.*expected absent"),
-        ({**pairs, some: torch.zeros(2, 2)}, rf"{some} has shape \(2, 2\), expected \(4, "),
+        ({k: v for k, v in pairs.items() if k != some}, "expected two factors"),
+        ({**pairs, "lm_head.lora_A.weight": torch.zeros(4, 4)}, "lm_head.*expected two factors"),
+        ({**pairs, some: torch.zeros(4, 2)}, rf"{some} has shape \(4, 2\), expected \(4, "),
         ({**pairs, some: torch.full_like(pairs[some], torch.nan)}, "holds NaN or infinity"),
     ):
         save_file(changed, file)

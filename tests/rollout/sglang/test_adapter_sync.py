@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.layers.factors import factors_of
@@ -26,7 +27,7 @@ FIELDS = architecture(tied=False)
 def sync(world) -> FactorSender:
     fields = read_architecture(FIELDS)
     chunks = build_model(fields, world, precision="fp32", trainable=False, seed=2)
-    adapt(chunks, rank=4, alpha=8.0)
+    adapt(chunks, LoraConfig(rank=4, alpha=8.0))
     return FactorSender(chunks, world, torch.float32, 40_000)
 
 

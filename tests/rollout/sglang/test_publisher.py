@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
@@ -45,7 +46,7 @@ def publish_on_two_ranks(rank: int, _: int, urls: list[str], method: str, folder
     lora = {"rank": 4} if method == "adapter" else None
     config = run_with(rollout=settings, student={"architecture": {}, "lora": lora})
     if lora is not None:
-        adapt(chunks, rank=4, alpha=32.0)
+        adapt(chunks, LoraConfig(rank=4, alpha=32.0))
     own: Any = SimpleNamespace() if method == "tensor" else None
     mine = [rank] if own else range(len(urls))
     members = [

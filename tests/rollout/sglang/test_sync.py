@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
@@ -143,7 +144,7 @@ def test_each_transport_is_exact_with_slow_receivers(chunks, tmp_path, method):
 def test_servers_receive_the_matrices_merged_with_their_factors(world):
     low = build_model(read_architecture(FIELDS), world, precision="bf16", seed=2)
     expected = {name: tensor.clone() for name, tensor in iter_hf_tensors(low)}
-    adapt(low, rank=4, alpha=8.0)
+    adapt(low, LoraConfig(rank=4, alpha=8.0))
     generator = torch.Generator().manual_seed(0)
     for factors in factors_of(low):
         for name, a_RI, b_OR in zip(factors.entry.hf_names, factors.A, factors.B, strict=True):

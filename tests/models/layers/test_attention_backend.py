@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.attention_backend import (
+from stable_opd_mcore.models.layers.attention_backend import (
     Attention,
     Batch,
     _reasons,
