@@ -1,13 +1,14 @@
-# One command each; every target makes its own .venv and needs only Python >= 3.11 with venv.
+# One command each; every target makes its own .venv and needs only Python 3.11 to 3.14 with venv.
 #   make demo    watch plain on-policy distillation collapse and Stable-OPD hold (3 to 9 minutes on 2 cores, fast or slow)
 #   make test    the tests, 6 to 15 minutes on 2 cores
 #   make test-cluster   test-slurm and test-sglang, one after the other; with --jobs 2 at the same time, 13 to 20 minutes
 #   make test-slurm     on a real Slurm, with NeMo-Run: apt-get install slurm-wlm munge iproute2
 #   make test-sglang    with real SGLang servers, and the suite of a GPU on a CPU
 #   make rehearse   every shipped config on 1 to 128 nodes, set up, stepped and published without a GPU
+#   make resolve  which pins contradict, on Python 3.11 to 3.14, x86-64 and aarch64, for every extra (needs a network)
 #   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
-#   make gpu     the suite of a Hopper GPU, ten minutes without a network (docs/evidence/gpu.md); GPU_ARGS="--parts kernels loss"
+#   make gpu     the suite of a Hopper GPU, twelve minutes without a network (docs/evidence/gpu.md); GPU_ARGS="--parts kernels loss"
 #   make gpu-bundle   what that suite needs on a machine without a network, in build/gpu-bundle (at most 60 MB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
 #
@@ -18,19 +19,21 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: gpu gpu-bundle sglang launch demo test test-cluster test-slurm test-sglang rehearse checks install format clean
+.PHONY: gpu gpu-bundle sglang launch resolve demo test test-cluster test-slurm test-sglang rehearse checks install format clean
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+# pip takes the versions of the dependency group `dev` as constraints.
+CONSTRAINTS := .venv/constraints.txt
+$(INSTALLED): pyproject.toml
 	@test -z "$(wildcard .venv/lib/python3*/site-packages/transformer_engine*)" || \
 		{ echo "refused: .venv is a cluster's (it has Transformer Engine), and this would install another torch. Use another checkout"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "Python >= 3.11 is needed; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' || \
-		{ echo "Python's venv module is missing. On Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
+	@$(PYTHON) tools/check_python.py make $(MAKECMDGOALS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"]))' > $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint $(CONSTRAINTS) torch || \
+		{ echo "pip found no torch that fits (above): needed is the $$(grep ^torch= $(CONSTRAINTS)) of pyproject.toml; \
+	try without this machine's own constraints and indexes: PIP_CONFIG_FILE=/dev/null make $(MAKECMDGOALS)"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $(INSTALLED)
 
 demo: $(INSTALLED)
@@ -56,6 +59,9 @@ rehearse: $(INSTALLED)
 
 checks: $(INSTALLED)
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure --hook-stage manual
+
+resolve: $(INSTALLED)
+	$(BIN)/python -m tools.resolve_installs
 
 sglang: .venv-sglang/.installed
 .venv-sglang/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt $(shell find tools/sglang_cpu/sglang_cpu -name '*.py')

@@ -29,17 +29,17 @@ from torch import Tensor
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config, ModelConfig, ParallelConfig
 from stable_opd_mcore.config.training import Fp8, Fp8Recipe, Fp8Role
-from stable_opd_mcore.losses.objectives import build_objective
-from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
-from stable_opd_mcore.parallel.world import World, start_world, stop_world
-from stable_opd_mcore.rollout.build_engine import training_sampling
-from stable_opd_mcore.rollout.embedded import EmbeddedEngine
-from stable_opd_mcore.run_inputs import (
+from stable_opd_mcore.inputs.loading import (
     configured_architecture,
     load_prompts,
     load_tokenizer,
     teacher_stop_ids,
 )
+from stable_opd_mcore.losses.objectives import build_objective
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.rollout.build_engine import training_sampling
+from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.train.run_models import load_model
 
 PROMPTS = 48

@@ -27,9 +27,9 @@ from stable_opd_mcore.config.guard_settings import GuardConfig
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.monitoring.onset import CEILING, SMALL_BUDGET
-from stable_opd_mcore.monitoring.sinks import read_metrics
+from stable_opd_mcore.monitoring.metric_sinks import read_metrics
 from stable_opd_mcore.train.oversight.guard import GuardState, decide
+from stable_opd_mcore.train.oversight.onset import CEILING, SMALL_BUDGET
 
 COLUMNS = {
     "truncation_rate": "rollout/truncation_rate",

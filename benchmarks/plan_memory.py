@@ -3,9 +3,9 @@
     python -m benchmarks.plan_memory
 
 For three sizes of student, teacher and reference and four layouts: three Stable-OPD steps, the
-largest resident memory of the last step on the fullest rank, and what planning/memory.py predicts
-for that rank. Layers are recomputed: torch's then save as much as Transformer Engine's, which the
-plan counts. Memory of libraries is subtracted: a tiny run comes first.
+largest resident memory of the last step on the fullest rank, and what commands/plan/memory.py
+predicts for that rank. Layers are recomputed: torch's then save as much as Transformer Engine's,
+which the plan counts. Memory of libraries is subtracted: a tiny run comes first.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.step import random_words, word_tokenizer
-from stable_opd_mcore.checks.lazy_inputs import RunInputs
+from stable_opd_mcore.commands.plan.memory import stage_plan
+from stable_opd_mcore.commands.plan.planned_run import PlannedRun, Work, read_models
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.parallel.world import World, gather_objects, start_world, stop_world
-from stable_opd_mcore.planning.hardware import Cluster, Device
-from stable_opd_mcore.planning.memory import stage_plan
-from stable_opd_mcore.planning.planned_run import PlannedRun, Work, read_models
+from stable_opd_mcore.placement.hardware import Cluster, Device
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.setup import build_run

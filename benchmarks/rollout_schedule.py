@@ -46,7 +46,7 @@ Lengths = Callable[[random.Random], int]
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates of Qwen2.5-7B in bf16, one H100 a server, at the shares of planning/hardware.py."""
+    """Rates of Qwen2.5-7B in bf16, one H100 a server, at the shares of placement/hardware.py."""
 
     servers: int = 8
     slots: int = 128  # running responses of one server: 53 GB of cache, 57 kB a token

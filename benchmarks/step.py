@@ -131,8 +131,8 @@ def measure_ours(work: Work) -> Steps:
     """Time this project's `train_step` in this process."""
     import torch
 
-    from stable_opd_mcore.checks.lazy_inputs import RunInputs
     from stable_opd_mcore.config.load import parse_config
+    from stable_opd_mcore.inputs.run_inputs import RunInputs
     from stable_opd_mcore.parallel.world import start_world, stop_world
     from stable_opd_mcore.train.persistence.state import TrainState
     from stable_opd_mcore.train.setup import build_run

@@ -50,12 +50,12 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as multiprocessing  # noqa: E402
 
 from stable_opd_mcore.config.schema import ParallelConfig  # noqa: E402
-from stable_opd_mcore.models.families import read_architecture  # noqa: E402
+from stable_opd_mcore.models.description.architecture import read_architecture  # noqa: E402
 from stable_opd_mcore.models.gpt import build_model  # noqa: E402
 from stable_opd_mcore.parallel.world import start_world, stop_world  # noqa: E402
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport  # noqa: E402
 from stable_opd_mcore.rollout.sglang.server_setup import model_config, write_model_config  # noqa: E402
-from stable_opd_mcore.rollout.sglang.sync import push_once  # noqa: E402
+from stable_opd_mcore.rollout.sglang.sync import send_weights  # noqa: E402
 from stable_opd_mcore.rollout.sglang.transports import (  # noqa: E402
     DiskTransport,
     Target,
@@ -200,7 +200,7 @@ def publish(chunks, client: TimedClient, transport: Transport, bucket_bytes: int
     version = next(VERSIONS)
     client.spans.clear()
     began = time.perf_counter()
-    outcome = push_once(
+    outcome = send_weights(
         chunks,
         [Target("server", client, 1)],
         transport,

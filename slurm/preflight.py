@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stable_opd_mcore.checks.node import node_faults
+from stable_opd_mcore.commands.check.node import node_faults
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.serving.process import check_release
 

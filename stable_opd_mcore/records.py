@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FinishReason = Literal["stop", "length", "abort"]
 # Why a response has no verdict and counts as wrong; "invalid": the reward is no number in [0, 1].
 GradingFailure = Literal["timeout", "crash", "invalid"]
 SampleKind = Literal["rollout", "golden"]
@@ -55,6 +55,8 @@ class Sampling:
     scored: bool = False  # a served teacher scores each response as soon as it ends
     # The finished steps of the run, which limit the turns of an episode; None: held-out responses
     training_step: int | None = None
+    # sampling.horizon_start and horizon_steps, for turns whose environment has its own most tokens
+    horizon: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -94,6 +96,8 @@ class Prompt:
     max_new_tokens: int | None = field(default=None, compare=False)  # of a turn; None: Sampling's
     # The messages that token_ids render, where an environment answers; else none
     messages: Sequence[Mapping[str, str]] = field(default=(), compare=False, repr=False)
+    # The tools that token_ids name, where an environment answers: data/tool_schemas.py
+    tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     # Tokens of the golden turns, of which every other one is observed; (): golden_token_ids are one
     golden_turn_tokens: tuple[int, ...] = field(default=(), compare=False)
 
@@ -171,7 +175,7 @@ class Turn:
     """Tokens that the student sampled in one go, and what it observed before them."""
 
     num_tokens: int  # the sampled ones
-    finish_reason: FinishReason  # "abort": it may get more tokens
+    finish_reason: Ending
     before: tuple[int, ...] = ()  # token ids, after the turn before or, first, the prompt
     restarts: bool = False  # `before` is all that the student reads here: a new context begins
     text: str = ""  # the sampled tokens, decoded, without the stop token
@@ -188,7 +192,7 @@ class Rollout(_WithArrays):
     sample_index: int  # 0 .. samples_per_prompt - 1
     token_ids: NDArray[np.int32]  # [L], the stop token of each turn that has one included
     rollout_logprobs: NDArray[np.float32]  # [L], nats, full softmax at sampling temperature
-    finish_reason: FinishReason  # of the episode; that of its last turn may differ
+    finish_reason: Ending  # of the episode; that of its last turn may differ
     weight_version: int  # version of the student's weights that sampled its first token
     text: str = ""  # of its last turn
     reward: float | None = None  # 0 to 1: 1 right, 0 wrong; None: not graded
@@ -200,6 +204,7 @@ class Rollout(_WithArrays):
     segments: tuple[Segment, ...] = ()
     teacher_scores: SequenceScores | None = None  # None: no server has scored it
     turns: tuple[Turn, ...] = ()  # L tokens together, in order; not given: one turn
+    seed: int | None = None  # of its environment's world; None: it has no environment
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,6 +213,12 @@ class Rollout(_WithArrays):
             object.__setattr__(self, "segments", whole)
         if not self.turns:
             object.__setattr__(self, "turns", (self._only_turn,))
+
+    @property
+    def problem(self) -> str:
+        """What the student read first: its environment may have put it in the row's place."""
+        first = self.turns[0]
+        return first.observed if first.restarts else self.prompt.text
 
     @property
     def has_one_turn(self) -> bool:
@@ -249,9 +260,9 @@ class Sample(_WithArrays):
     repetitive: NDArray[np.bool_] | None = None
     episode: int = 0  # Rollout.sample_index; the rollout may have several samples
     reward: float | None = None  # see Rollout
-    truncated: bool = False  # the rollout's finish reason is not "stop"
+    truncated: bool = False  # the rollout ended as "length"
     turns: NDArray[np.int32] | None = None  # [N], the number of its turn, from 0; None: the first
-    # [N], inside a turn that did not end with a stop token; None: nowhere
+    # [N], inside a turn that ended as "length"; None: nowhere
     turn_truncated: NDArray[np.bool_] | None = None
     routed_experts: NDArray[np.int16] | None = None  # see Rollout; of this context
     off_policy: bool = False  # the golden solution, not the rollouts, carries the policy term (gkd)
@@ -268,7 +279,7 @@ class Sample(_WithArrays):
 
     @property
     def num_truncated_turns(self) -> int:
-        """Turns that did not end with a stop token; without tokens it counts as one turn."""
+        """Turns that ended as "length"; without tokens it counts as one turn."""
         if self.turn_truncated is None or not len(self.places):
             return int(self.truncated)
         return int(self.turn_truncated[self.ends_turn].sum())
@@ -318,7 +329,7 @@ class MicroBatch:
     sft_weight_N: Tensor  # [N] fp32, 0 on rollouts
     rollout_logprob_N: Tensor  # [N] fp32, nats, as the engine sampled; 0 on golden tokens
     repetitive_N: Tensor  # [N] bool, see Sample
-    truncated_N: Tensor  # [N] bool, of a rollout's turn that did not end with a stop token
+    truncated_N: Tensor  # [N] bool, of a rollout's turn that ended as "length"
     golden_rows_G: Tensor  # [G] int64, where golden_N is True; on the host
     is_scored: bool = True  # False: all samples are golden solutions that no other model scores
     given_advantage_N: Tensor | None = None  # [N] fp32, of grpo; None: computed from scores

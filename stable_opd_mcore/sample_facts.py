@@ -28,7 +28,7 @@ class SampleFacts:
     trained_tokens_B: NDArray[np.int64]
     reward_B: NDArray[np.float64]  # NaN: not graded
     turns_B: NDArray[np.int64]  # at least 1
-    truncated_turns_B: NDArray[np.int64]  # those that did not end with a stop token
+    truncated_turns_B: NDArray[np.int64]  # those that ended as "length"
     source_B: NDArray[np.int64] | None = None  # its place in data.train; None: there is one source
     # of the teacher's sequence; None: the teacher reads the student's prompts
     teacher_tokens_B: NDArray[np.int64] | None = None

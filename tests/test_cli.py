@@ -65,28 +65,32 @@ def command(tmp_path):
 
 
 def test_a_user_error_is_one_message_and_exit_code_2(command, monkeypatch, capsys):
-    monkeypatch.setattr("stable_opd_mcore.train.loop.train", raising(ConfigError("fix a=1")))
+    monkeypatch.setattr(
+        "stable_opd_mcore.commands.train.train.train", raising(ConfigError("fix a=1"))
+    )
     assert exit_code(monkeypatch, *command) == 2
     assert capsys.readouterr() == ("", "error: fix a=1\n")
 
 
 @pytest.mark.parametrize("error", [ValueError("of torch"), OSError("of a socket")])
 def test_any_other_error_keeps_its_traceback(command, monkeypatch, error):
-    monkeypatch.setattr("stable_opd_mcore.train.loop.train", raising(error))
+    monkeypatch.setattr("stable_opd_mcore.commands.train.train.train", raising(error))
     monkeypatch.setattr("sys.argv", ["stable-opd", *map(str, command)])
     with pytest.raises(type(error), match=str(error)):
         main()
 
 
 def test_a_second_ctrl_c_exits_with_130(command, monkeypatch, capsys):
-    monkeypatch.setattr("stable_opd_mcore.train.loop.train", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("stable_opd_mcore.commands.train.train.train", raising(KeyboardInterrupt()))
     assert exit_code(monkeypatch, *command) == 130
     assert "nothing was saved since the newest checkpoint" in capsys.readouterr().err
 
 
 def test_quiet_and_version(command, monkeypatch, capsys):
     given = {}
-    monkeypatch.setattr("stable_opd_mcore.train.loop.train", lambda _, **kw: given.update(kw))
+    monkeypatch.setattr(
+        "stable_opd_mcore.commands.train.train.train", lambda _, **kw: given.update(kw)
+    )
     for arguments in ([*command, "--quiet"], ["--version"]):
         assert exit_code(monkeypatch, *arguments) == 0
     assert given["show_progress"] is False
@@ -100,7 +104,7 @@ def test_evaluate_takes_an_existing_path_with_an_equals_sign_as_a_target(tmp_pat
         calls.append((config.run.path, config.evaluation.temperature, list(others)))
         return config.evaluation_path / "model"
 
-    monkeypatch.setattr("stable_opd_mcore.train.evaluation.evaluate_config", evaluate)
+    monkeypatch.setattr("stable_opd_mcore.commands.evaluate.evaluate.evaluate_config", evaluate)
     for run in runs:
         run.mkdir(parents=True)
         save_config(tiny_config(run.parent, run.name), run / "config.resolved.yaml")

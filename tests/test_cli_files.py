@@ -3,7 +3,7 @@
 import pytest
 
 from tests.command import exit_code
-from tests.monitoring.make_run import make_run
+from tests.commands.report.make_run import make_run
 
 
 @pytest.mark.parametrize("output", ["", "run/metrics.jsonl/report.html"])

@@ -1,4 +1,4 @@
-"""The files that tools outside Python read: the workflow, the citation, the changelog."""
+"""The files that tools outside Python read: the workflow and the citation."""
 
 import os
 import tomllib
@@ -10,22 +10,16 @@ ROOT = Path(__file__).parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
-def test_the_workflow_runs_the_gate_on_python_3_11():
+def test_the_workflow_runs_the_gate():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "gate.yml").read_text())
     job = workflow["jobs"]["gate"]
     commands = [step["run"] for step in job["steps"] if "run" in step]
     assert commands[-1] == ".ci/run"
     assert os.access(ROOT / commands[-1], os.X_OK)
-    assert job["container"]["image"].startswith("python:3.11-")
     assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads the key `on` as true
 
 
-def test_citation_and_changelog_name_the_version():
+def test_the_citation_names_the_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == VERSION
     assert citation["references"][0]["url"] == "https://arxiv.org/abs/2604.08527"
-    releases = [
-        line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line[:3] == "## "
-    ]
-    assert releases[0] == "## [Unreleased]"
-    assert releases[1].startswith(f"## [{VERSION}] - ")

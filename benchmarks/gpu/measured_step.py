@@ -19,15 +19,16 @@ import torch
 
 from benchmarks.gpu.inputs import PROMPT_WORDS, config_of, qwen2, write_inputs
 from benchmarks.plan_memory import HOST, resident_bytes, restart_peak
-from stable_opd_mcore.checks.lazy_inputs import RunInputs
+from stable_opd_mcore.commands.plan.memory import MemoryPlan, memory_plan
+from stable_opd_mcore.commands.plan.planned_run import PlannedRun, Work, read_models
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.endings import Ending
+from stable_opd_mcore.inputs.run_inputs import RunInputs
+from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.parallel.world import start_world
-from stable_opd_mcore.planning.hardware import DEVICES, GIB, Cluster, Device
-from stable_opd_mcore.planning.layout import Layout
-from stable_opd_mcore.planning.memory import MemoryPlan, memory_plan
-from stable_opd_mcore.planning.model_size import ModelSize
-from stable_opd_mcore.planning.planned_run import PlannedRun, Work, read_models
+from stable_opd_mcore.placement.hardware import DEVICES, GIB, Cluster, Device
+from stable_opd_mcore.placement.layout import Layout
+from stable_opd_mcore.placement.model_size import ModelSize
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train.persistence.state import TrainState
@@ -96,7 +97,7 @@ class FixedLengthEngine(RolloutEngine):
                 sample_index=index,
                 token_ids=draw.integers(3, self._vocab, length, dtype=np.int32),
                 rollout_logprobs=np.zeros(length, np.float32),
-                finish_reason="length",
+                finish_reason=Ending.LENGTH,
                 weight_version=self.weight_version,
             )
             for prompt in prompts

@@ -79,9 +79,9 @@ def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tu
 
 def take_step(file: Path) -> StepRecord:
     """Run the first step of a config and write its rollouts."""
-    from stable_opd_mcore.checks.lazy_inputs import RunInputs
     from stable_opd_mcore.config.load import load_config
     from stable_opd_mcore.data.rollout_files import write_rollouts
+    from stable_opd_mcore.inputs.run_inputs import RunInputs
     from stable_opd_mcore.models.weights import iter_hf_tensors
     from stable_opd_mcore.parallel.world import start_world
     from stable_opd_mcore.train import student

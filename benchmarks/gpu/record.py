@@ -14,7 +14,7 @@ from typing import Literal
 
 SKIPPED = 77  # exit code of a part that cannot run on this machine, as in automake
 
-Kind = Literal["figure", "check", "skipped"]
+Kind = Literal["figure", "check", "skipped", "notice"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,10 @@ class Record:
     def skip(self, name: str, reason: str) -> None:
         """One measurement that this machine does not allow."""
         self._write(Entry("skipped", name, note=reason))
+
+    def notice(self, name: str, text: str) -> None:
+        """What the command line says below the part's status."""
+        self._write(Entry("notice", name, note=text))
 
     def _write(self, entry: Entry) -> None:
         with self._path.open("a") as file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -20,6 +20,28 @@ def write_results(results: Sequence[PartResult], folder: Path, device: str) -> N
     values = {"date": str(date.today()), "device": device, "parts": [asdict(r) for r in results]}
     (folder / JSON_FILE).write_text(json.dumps(values, indent=1) + "\n")
     (folder / MARKDOWN_FILE).write_text(markdown(results, device))
+
+
+def read_results(folder: Path, device: str) -> Mapping[str, PartResult]:
+    """What earlier calls left in the folder, by part; nothing of another device."""
+    file = folder / JSON_FILE
+    if not file.is_file():
+        return {}
+    values = json.loads(file.read_text())
+    if values["device"] != device:
+        return {}
+    return {
+        part["name"]: PartResult(
+            **part | {"entries": tuple(Entry(**entry) for entry in part["entries"])}
+        )
+        for part in values["parts"]
+    }
+
+
+def versions_of(environment: PartResult) -> dict[str, str]:
+    """The versions that the first part found, and the GPU."""
+    named = (*VERSIONS, "GPU")
+    return {e.name: str(e.value) for e in environment.entries if e.name in named}
 
 
 def markdown(results: Sequence[PartResult], device: str) -> str:
@@ -67,6 +89,8 @@ def _entry_rows(result: PartResult) -> Iterator[str]:
 def _value(entry: Entry) -> str:
     if entry.kind == "skipped":
         return "not measured"
+    if entry.kind == "notice":
+        return ""
     text = f"{number(entry.value)} {entry.unit}".rstrip()
     return text if entry.passes else f"**{text}**"
 

@@ -7,7 +7,6 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from stable_opd_mcore.config.load import read_mapping, unescaped
-from stable_opd_mcore.config.removed import is_in, without_removed
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.section import Section
 
@@ -36,9 +35,8 @@ FREE = (
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """A resolved config as plain values. Raises what `read_mapping` and `without_removed` raise."""
-    values = unescaped(OmegaConf.to_container(read_mapping(path)))
-    return without_removed(values, str(path), free=FREE)
+    """A resolved config as plain values. Raises what `read_mapping` raises."""
+    return unescaped(OmegaConf.to_container(read_mapping(path)))
 
 
 def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
@@ -55,7 +53,12 @@ def changes(old: Mapping[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
     acted = isinstance(old_guard, Mapping) and cast("Any", old_guard).get("policy") == "act"
     if not (acted or new.guard.acts):
         free.append("guard")
-    return {key: values for key, values in differences.items() if not is_in(key, free)}
+    return {key: values for key, values in differences.items() if not _is_in(key, free)}
+
+
+def _is_in(key: str, keys: Sequence[str]) -> bool:
+    """Whether a setting is one of the keys or in a section among them."""
+    return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
 def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,7 +3,7 @@
 
 def horizon_at(step: int, start: int | None, steps: int | None, largest: int) -> int:
     """The horizon of the step that follows `step` finished ones; `largest` if it does not grow."""
-    if start is None or steps is None:
+    if start is None or steps is None or start >= largest:
         return largest
     return start + (largest - start) * min(step, steps) // steps
 

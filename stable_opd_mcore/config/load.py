@@ -18,7 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
-from stable_opd_mcore.config.removed import without_removed
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import write_atomically
@@ -179,7 +178,7 @@ def read_mapping(path: Path) -> DictConfig:
 def parse_config(values: Any, origin: str, overrides: Sequence[str] = ()) -> Config:
     """Validate plain values; errors name the override that set a wrong one, else `origin`."""
     try:
-        return Config.model_validate(without_removed(values, origin, overrides))
+        return Config.model_validate(values)
     except ValidationError as error:
         found = [_explain(item, origin, overrides) for item in error.errors()]
         raise ConfigError("\n".join(found)) from None
@@ -204,9 +203,7 @@ def _escaped(values: Any) -> Any:
 
 
 def unescaped(values: Any) -> Any:
-    """The values of a stored config as they were before `config_yaml` escaped them. A bare `${`,
-    which older runs stored, stays as it is.
-    """
+    """The values of a stored config as they were before `config_yaml` escaped them."""
     escape = re.compile(r"(?<!\\)((?:\\\\)*)\\(?=\$\{)")
     return _with_texts(values, lambda text: escape.sub(lambda m: m[1][::2], text))
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from stable_opd_mcore.config.data import DataConfig
-from stable_opd_mcore.config.environments import EnvironmentConfig
+from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 

@@ -22,13 +22,18 @@ class SamplingConfig(Section):
     """Longest response; a longer one is truncated."""
     horizon_start: PositiveInt | None = None
     """Longest response of the first step. It grows linearly, to `max_new_tokens` after
-    `horizon_steps`; until then the guard rests. `null`: `max_new_tokens` in every step."""
+    `horizon_steps`, or to that of an environment for its turns; until then the guard rests. `null`:
+    `max_new_tokens` in every step."""
     horizon_steps: PositiveInt | None = None
     """With `horizon_start`: steps until responses may have `max_new_tokens`."""
 
-    def budget(self, step: int) -> int:
-        """Longest response of the step that follows `step` finished ones: docs/method.md §3."""
-        return horizon_at(step, self.horizon_start, self.horizon_steps, self.max_new_tokens)
+    def budget(self, step: int, largest: int | None = None) -> int:
+        """Longest response of the step that follows `step` finished ones: docs/method.md §3.
+
+        largest: of a turn whose environment has a limit of its own; None: `max_new_tokens`.
+        """
+        most = largest or self.max_new_tokens
+        return horizon_at(step, self.horizon_start, self.horizon_steps, most)
 
     @model_validator(mode="after")
     def _horizon_grows(self) -> Self:
@@ -73,6 +78,9 @@ class SglangConfig(Section):
     a server's life, then the factors of each version, over HTTP. `merged`: matrices with the
     factors added and rounded, all of them each time. `null`: `adapter`, but `merged` for a student
     with experts or gated delta nets, whose adapters SGLang does not serve in full."""
+    verify: Literal["refuse", "warn"] = "refuse"
+    """If a server's checksums differ after a publish. `refuse`: the weights are sent again, until
+    the run ends. `warn`: it samples all the same, counted in `engine/unverified`."""
 
     @property
     def transport(self) -> Literal["distributed", "tensor", "disk"]:

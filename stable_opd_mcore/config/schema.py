@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from stable_opd_mcore.config.data import DataConfig, RewardConfig, TrainSource
-from stable_opd_mcore.config.environments import EnvironmentConfig
+from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.config.evaluation_settings import EvaluationConfig, MonitoringConfig
 from stable_opd_mcore.config.guard_settings import GuardConfig
 from stable_opd_mcore.config.lora_rules import lora_refusal
@@ -23,7 +23,7 @@ from stable_opd_mcore.config.models import (
     TeacherConfig,
     TokenizerConfig,
 )
-from stable_opd_mcore.config.objectives import KLConfig, MixtureConfig, ObjectiveConfig
+from stable_opd_mcore.config.objective_settings import KLConfig, MixtureConfig, ObjectiveConfig
 from stable_opd_mcore.config.rollouts import RolloutConfig, SamplingConfig
 from stable_opd_mcore.config.section import Section
 from stable_opd_mcore.config.training import (
@@ -168,6 +168,14 @@ class Config(Section):
     def teacher_model(self) -> ModelConfig | None:
         """The model whose files the teacher uses: its own, or the student if it teaches itself."""
         return self.student if self.teacher and self.teacher.is_self else self.teacher
+
+    @property
+    def models_in_trainer(self) -> dict[Fp8Role, ModelConfig]:
+        """The student, and a teacher with other files if no server holds it."""
+        models: dict[Fp8Role, ModelConfig] = {"student": self.student}
+        if self.teacher is not None and not self.teacher.is_served and not self.teacher.is_self:
+            models["teacher"] = self.teacher
+        return models
 
     @property
     def weights_of(self) -> dict[Fp8Role, Weights]:

@@ -22,8 +22,9 @@ from stable_opd_mcore.data.repetition import (
     tail_loop,
     tail_loop_of_text,
 )
+from stable_opd_mcore.endings import CUT, Ending
 from stable_opd_mcore.metrics import Max, Mean, Metric, Metrics, Quantile, Sum
-from stable_opd_mcore.records import FinishReason, GradingFailure, Rollout
+from stable_opd_mcore.records import GradingFailure, Rollout
 
 CHARACTERS_PER_TOKEN = 2.5  # low, so that a response of max_new_tokens exceeds the tail
 # With fewer tokens than this a token may be one character, and a short tail compresses less.
@@ -40,7 +41,7 @@ _TURNS = {  # parts of the turns, counted from 0
 }
 ONE_TURN: Mapping[str | None, int] = {}  # `max_turns` of rollouts without an environment
 _THINK_END = "</think>"
-_PARTS: dict[FinishReason | None, str] = {"stop": "finished", "length": "truncated"}
+_PARTS: dict[Ending | None, str] = {Ending.STOP: "finished", **dict.fromkeys(CUT, "truncated")}
 _MEANS = (
     "response_length_mean",
     "truncation_rate",
@@ -54,7 +55,7 @@ _MEANS = (
     *(
         f"{name}_{part}"
         for name in ("accuracy", "loop_rate", "response_length_mean")
-        for part in _PARTS.values()
+        for part in ("finished", "truncated")
     ),
     *(f"loop_token_share_{quarter}" for quarter in QUARTERS),
 )
@@ -64,6 +65,7 @@ _OF_EPISODES = (
     "episode_truncation_rate",
     "repeated_turn_rate",
 )
+_ENDINGS = (Ending.STOP, Ending.TURNS, Ending.WINDOW, Ending.FAILED)  # of episodes
 _BY_TURN = ("response_length_mean", "truncation_rate")
 
 
@@ -81,7 +83,7 @@ class MeasuredResponse:
     """What one graded response adds to the numbers; without token ids, lengths in characters."""
 
     length: int
-    finish_reason: FinishReason | None  # None: not known
+    finish_reason: Ending | None  # None: not known; "failed": there was no turn
     reward: float | None  # 0 to 1; None: not graded
     grading_failure: GradingFailure | None
     loop: TailLoop
@@ -103,7 +105,7 @@ def measure(
     token_ids: Sequence[int] | NDArray[np.int32] | None,
     limits: CompressionLimits,
     *,
-    finish_reason: FinishReason | None,
+    finish_reason: Ending | None,
     reward: float | None,
     grading_failure: GradingFailure | None = None,
 ) -> MeasuredResponse:
@@ -128,13 +130,20 @@ def measure(
 class ResponseTotals:
     """Sums over measured responses. Its size grows with the number of different lengths only."""
 
-    def __init__(self, max_length: int | None = None, max_turns: int = 1):
+    def __init__(
+        self, max_length: int | None = None, max_turns: int = 1, *, has_environment: bool = False
+    ):
         """The length budget of a response that `add` counts, None if there is none, and the most
-        responses of any episode. Loops are counted in quarters of the budget of an episode."""
+        responses of any episode. Loops are counted in quarters of the budget of an episode.
+
+        has_environment: an environment plays some of the rollouts.
+        """
         self._max_length, self.max_turns = max_length, max_turns
+        self._has_environment = has_environment
         self.num_responses = self._longest_episode = 0
         by_turn = [f"{name}_{part}" for name in _BY_TURN for part in turn_parts(max_turns)]
-        names = (*_MEANS, *_OF_EPISODES, *by_turn) if by_turn else _MEANS
+        endings = [f"ending_{ending}" for ending in _ENDINGS]
+        names = (*_MEANS, *by_turn, *((*_OF_EPISODES, *endings) if has_environment else ()))
         self._means = dict.fromkeys(names, Mean(0.0, 0.0))
         self._lengths: Counter[int] = Counter()
         self._failures: Counter[GradingFailure | None] = Counter()
@@ -143,8 +152,11 @@ class ResponseTotals:
         """Count one more response."""
         self._add(response, response.finish_reason, self._max_length)
 
-    def add_episode(self, rollout: Rollout, max_new_tokens: int, max_turns: int = 1) -> None:
-        """Count the turns of one more rollout. It may have `max_turns` of `max_new_tokens` each."""
+    def add_episode(
+        self, rollout: Rollout, max_new_tokens: int, max_turns: int | None = None
+    ) -> None:
+        """Count the turns of one more rollout. It may have `max_turns` of `max_new_tokens` each;
+        None: it has no environment and one turn."""
         limits = compression_limits(max_new_tokens)
         end, last = 0, rollout.turns[-1]
         for number, turn in enumerate(rollout.turns):
@@ -157,8 +169,8 @@ class ResponseTotals:
                 reward=rollout.reward if turn is last else None,
                 grading_failure=rollout.grading_failure if turn is last else None,
             )
-            self._add(response, rollout.finish_reason, max_new_tokens, number, max_turns)
-        if max_turns > 1:
+            self._add(response, rollout.finish_reason, max_new_tokens, number, max_turns or 1)
+        if max_turns is not None:
             self._longest_episode = max(self._longest_episode, len(rollout.turns))
             for name, mean in _of_episode(rollout).items():
                 self._means[name] += mean
@@ -166,15 +178,18 @@ class ResponseTotals:
     def _add(
         self,
         response: MeasuredResponse,
-        ending: FinishReason | None,
+        ending: Ending | None,
         max_length: int | None,
         turn: int = 0,
         max_turns: int = 1,
     ) -> None:
         """ending: why the episode ended; max_length: the response's budget; turn: its number."""
+        self._failures[response.grading_failure] += 1
+        if response.finish_reason == Ending.FAILED:
+            self._means["accuracy"] += Mean(response.reward or 0.0, 1)
+            return
         self.num_responses += 1
         self._lengths[response.length] += 1
-        self._failures[response.grading_failure] += 1
         terms = {name: Mean(value, weight) for name, value, weight in _terms(response, ending)}
         if max_length is not None:
             terms |= _loop_shares(response, turn, max_length, max_turns)
@@ -191,7 +206,7 @@ class ResponseTotals:
         metrics["response_length_p50"] = Quantile(0.5, lengths, counts)
         metrics["response_length_p95"] = Quantile(0.95, lengths, counts)
         metrics["response_length_max"] = Max(float(max(self._lengths)) if self._lengths else None)
-        if self.max_turns > 1:
+        if self._has_environment:
             metrics["turns_max"] = Max(float(self._longest_episode) or None)
         if self._means["accuracy"].count:
             metrics["grading_timeouts"] = Sum(float(self._failures["timeout"]))
@@ -218,10 +233,11 @@ def rollout_metrics(
     max_new_tokens: of a turn, where the prompt does not say how many.
     max_turns: of the episodes of each environment; other rollouts have one turn.
     """
-    totals = ResponseTotals(max_turns=max(max_turns.values(), default=1))
+    most = max(max_turns.values(), default=1)
+    totals = ResponseTotals(max_turns=most, has_environment=bool(max_turns))
     for rollout in rollouts:
         budget = rollout.prompt.max_new_tokens or max_new_tokens
-        totals.add_episode(rollout, budget, max_turns.get(rollout.prompt.environment, 1))
+        totals.add_episode(rollout, budget, max_turns.get(rollout.prompt.environment))
     return totals.metrics(area)
 
 
@@ -255,20 +271,19 @@ def version_metrics(
 
 def _of_episode(rollout: Rollout) -> dict[str, Mean]:
     said = [turn.text.rpartition(_THINK_END)[2].strip() for turn in rollout.turns]
-    return {
+    endings = {f"ending_{each}": Mean(rollout.finish_reason == each, 1) for each in _ENDINGS}
+    return endings | {
         "turns_mean": Mean(len(said), 1),
         "episode_tokens_mean": Mean(len(rollout.token_ids), 1),
-        "episode_truncation_rate": Mean(rollout.finish_reason == "length", 1),
+        "episode_truncation_rate": Mean(rollout.finish_reason in CUT, 1),
         "repeated_turn_rate": Mean(len(said) - len(set(said)), len(said)),
     }
 
 
-def _terms(
-    response: MeasuredResponse, ending: FinishReason | None
-) -> Iterator[tuple[str, float, float]]:
+def _terms(response: MeasuredResponse, ending: Ending | None) -> Iterator[tuple[str, float, float]]:
     """(name, value, weight) of each mean that the response is part of; ending: its episode's."""
     length, loop = response.length, response.loop.length
-    by_part: dict[str, tuple[float, FinishReason | None]] = {
+    by_part: dict[str, tuple[float, Ending | None]] = {
         "loop_rate": (loop > 0, response.finish_reason),
         "response_length_mean": (length, response.finish_reason),
     }
@@ -284,8 +299,8 @@ def _terms(
     if loop:
         yield "loop_onset_mean", length - loop, 1
     if response.finish_reason is not None:
-        yield "truncation_rate", response.finish_reason == "length", 1
-        yield "abort_rate", response.finish_reason == "abort", 1
+        yield "truncation_rate", response.finish_reason == Ending.LENGTH, 1
+        yield "abort_rate", response.finish_reason == Ending.ABORTED, 1
 
 
 def _loop_shares(

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from stable_opd_mcore.data.token_files import decode_line
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.atomic_files import atomic_file
 from stable_opd_mcore.host.json_files import object_in_line, validated
 from stable_opd_mcore.records import (
     AnswerFormat,
-    FinishReason,
     GradingFailure,
     Prompt,
     Rollout,
@@ -31,6 +31,7 @@ from stable_opd_mcore.records import (
 
 _LARGEST = float(np.finfo(np.float32).max)
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_Ending = Annotated[Ending, Field(strict=False)]  # a text in JSON
 _TokenIds = Annotated[tuple[TokenId, ...], Field(strict=False)]  # a list in JSON
 _Float32 = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
 
@@ -69,7 +70,7 @@ class _Turn(BaseModel):
     model_config = ConfigDict(strict=True)
 
     num_tokens: int = Field(ge=0)
-    finish_reason: FinishReason
+    finish_reason: _Ending
     before: _TokenIds
     restarts: bool
     text: str
@@ -79,13 +80,14 @@ class _Turn(BaseModel):
 class _RolloutColumns(_Columns):
     sample_index: int
     text: str = Field(alias="response")
-    finish_reason: FinishReason
+    finish_reason: _Ending
     reward: FiniteFloat | None
     grading_failure: GradingFailure | None = None  # files of older runs lack it
     weight_version: int
     token_ids: list[TokenId] = Field(alias="response_token_ids")
     rollout_logprobs: list[_Float32]
     segments: list[_Segment] | None = None  # where weights of several versions sampled it
+    seed: int | None = None  # where an environment plays it
     turns: list[_Turn] | None = None  # where it is more than one response to its prompt
 
 
@@ -141,6 +143,8 @@ def encode_rollout(rollout: Rollout) -> bytes:
         del row["segments"]
     if rollout.has_one_turn:
         del row["turns"]
+    if rollout.seed is None:
+        del row["seed"]
     if prompt.max_new_tokens is None:
         del row["max_new_tokens"]
     return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)

@@ -9,9 +9,10 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from stable_opd_mcore.config.objectives import TokenMasksConfig
+from stable_opd_mcore.config.objective_settings import TokenMasksConfig
 from stable_opd_mcore.data.repetition import min_loop_tokens, tail_loop
-from stable_opd_mcore.records import Prompt, Rollout, Sample, Turn
+from stable_opd_mcore.endings import Ending
+from stable_opd_mcore.records import Prompt, Rollout, Sample, Segment, Turn
 
 _NO_MASKS = TokenMasksConfig()
 
@@ -43,9 +44,27 @@ def rollout_samples(
     prompt has none, decides how long a loop must be."""
     return [
         sample
-        for rollout in rollouts
+        for rollout in map(_without_failed_turns, rollouts)
         for sample in context_samples(rollout, *_marks(rollout, masks, max_new_tokens))
     ]
+
+
+def _without_failed_turns(rollout: Rollout) -> Rollout:
+    """The rollout; without tokens if its environment failed, which the student did not cause: it
+    then has no loss, and its reward is no part of a group."""
+    if rollout.finish_reason != Ending.FAILED:
+        return rollout
+    nothing = np.empty(0)
+    turns, segments = (Turn(0, Ending.FAILED),), (Segment(0, rollout.weight_version),)
+    return replace(
+        rollout,
+        token_ids=nothing,
+        rollout_logprobs=nothing,
+        turns=turns,
+        segments=segments,
+        routed_experts=None,
+        teacher_scores=None,
+    )
 
 
 def context_samples(
@@ -55,6 +74,19 @@ def context_samples(
 ) -> Iterator[Sample]:
     """One sample per context.
 
+    A prompt of two tokens P and three turns; the student sampled S, and read O between its turns.
+    The third turn restarts, so `before` is all that it reads:
+
+        turn        1         2         3
+        before              O O     O O O
+        sampled     S S S   S S         S
+
+        sample 0    token_ids  P P S S S O O S S    places 2 3 4 7 8    turns 0 0 0 1 1
+        sample 1    token_ids  O O O S              places 3            turns 2
+
+    The tokens at `places` have a row in the loss each; `trained`, `rollout_logprobs` and
+    `teacher_scores` are theirs, in this order. All other tokens are only read.
+
     trained, repetitive: [L], of the rollout's tokens; None: all are trained, none is repetitive.
     """
     prompt, experts, scores = rollout.prompt, rollout.routed_experts, rollout.teacher_scores
@@ -63,7 +95,7 @@ def context_samples(
     repetitive = np.zeros(count, np.bool_) if repetitive is None else repetitive
     lengths = [turn.num_tokens for turn in rollout.turns]
     turns_L = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    truncated_L = np.array([turn.finish_reason != "stop" for turn in rollout.turns])[turns_L]
+    truncated_L = np.array([turn.finish_reason == Ending.LENGTH for turn in rollout.turns])[turns_L]
     first, first_routed = 0, 0
     for turns in _contexts(rollout.turns):
         beginning = () if turns[0].restarts else prompt.token_ids
@@ -87,7 +119,7 @@ def context_samples(
             reward=rollout.reward,
             routed_experts=None if experts is None else experts[routed],
             teacher_scores=scores and scores.select(own),
-            truncated=rollout.finish_reason != "stop",
+            truncated=rollout.finish_reason == Ending.LENGTH,
             turns=turns_L[own],
             turn_truncated=truncated_L[own],
             teacher_prompt_token_ids=_teacher_tokens(prompt),
@@ -144,8 +176,7 @@ def _marks(
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """[L] each: whether a token is trained, and whether it is in the loop at the end of its turn.
 
-    Each mask applies to every turn on its own, except `truncated_rollouts`, which applies to the
-    episode.
+    Each mask applies to every turn on its own, except for endings that only an episode has.
     """
     least = min_loop_tokens(rollout.prompt.max_new_tokens or max_new_tokens)
     count, end = len(rollout.token_ids), 0
@@ -156,10 +187,12 @@ def _marks(
         repetitive[end - tail_loop(ids, min_length=least).length : end] = True
         if masks.after_tokens is not None:
             of_turn[masks.after_tokens :] = False
+        if turn.finish_reason in masks.truncated_rollouts:
+            of_turn[:] = False
         for special in masks.special_token_ids:  # the first of each
             of_turn[np.flatnonzero(ids == special)[:1]] = False
     if masks.repetitive_tail:
         trained &= ~repetitive
-    if masks.truncated_rollouts and rollout.finish_reason != "stop":
+    if rollout.finish_reason in masks.truncated_rollouts:
         trained[:] = False
     return trained, repetitive

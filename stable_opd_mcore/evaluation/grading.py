@@ -20,6 +20,7 @@ from typing import Any
 
 from pebble import CONSTS, ProcessExpired, ProcessPool
 
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading_worker import graded, rewarded, start_worker
 from stable_opd_mcore.host.user_code import UserFunction
@@ -156,7 +157,7 @@ class Grader:
             return RewardItem(reward, prompt.columns or {}, rollout.text)
         if prompt.answer is None:
             return None
-        stopped = rollout.finish_reason == "stop"
+        stopped = rollout.finish_reason == Ending.STOP
         form, opens_thinking = prompt.answer_format, prompt.opens_thinking
         return GradingItem(rollout.text, prompt.answer, form, opens_thinking, stopped)
 

@@ -26,6 +26,7 @@ class RunDirectory:
         self.resolved = self.path / "config.resolved.yaml"  # the settings of the newest start
         self.inputs = self.path / "inputs.json"  # hashes of the files that the settings name
         self.own_code = self.path / "own_code"  # copies of the user's functions
+        self.environments = self.path / "environments"  # what their workers print and raise
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.wandb_id = self.path / "wandb_id"  # the tracker's id of this run

@@ -1,8 +1,8 @@
 """A function of the user's own, which the settings name as `path/to/file.py:function`.
 
 Only settings name such a file, never data or a checkpoint. It is imported when the settings are
-read. It may import installed packages, but no files next to it: a run keeps a copy of
-only this one.
+read. It may import installed packages and the files of its folder (neighbours.py); a run keeps a
+copy of all of them.
 """
 
 import functools
@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.host.neighbours import Neighbours, importable, neighbours_of
 
 
 class InvalidValueError(Exception):
@@ -31,21 +32,31 @@ class UserFunction:
     path: str
     name: str
     source: bytes  # the whole file
+    neighbours: Neighbours = ()  # the files of its folder that it imports
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The contents of each file, by its path from the working directory."""
+        folder = Path(self.path).parent
+        return {self.path: self.source} | {str(folder / k): v for k, v in self.neighbours}
 
     def module(self) -> ModuleType:
         """The imported file; raises whatever the file raises."""
-        return _imported(self.path, self.source)
+        return _imported(self.path, self.source, self.neighbours)
 
-    def load(self) -> Callable[..., Any]:
-        return vars(self.module())[self.name]
+    def load(self, stays: bool = False) -> Callable[..., Any]:
+        """The function. See `importable` for `stays`."""
+        module = _imported(self.path, self.source, self.neighbours, stays)
+        return vars(module)[self.name]
 
 
 @functools.cache
-def _imported(path: str, source: bytes) -> ModuleType:
+def _imported(path: str, source: bytes, neighbours: Neighbours, stays: bool = False) -> ModuleType:
     module = ModuleType(f"own_code_{xxhash.xxh3_64_hexdigest(source)}")
     module.__file__ = path
     sys.modules[module.__name__] = module  # dataclasses look their module up there
-    exec(compile(source, path, "exec"), vars(module))
+    with importable(Path(path).parent, neighbours, stays):
+        exec(compile(source, path, "exec"), vars(module))
     return module
 
 
@@ -65,7 +76,8 @@ def read_user_function(named: str, parameters: Sequence[str]) -> UserFunction:
         raise ConfigError(f"{named!r}: expected path/to/file.py:function")
     wanted = f"expected def {name}({', '.join(parameters)})"
     try:
-        found = UserFunction(path, name, Path(path).read_bytes())
+        source = Path(path).read_bytes()
+        found = UserFunction(path, name, source, neighbours_of(Path(path).parent, source))
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror}; give a path relative to the working directory, {Path.cwd()}"
@@ -74,7 +86,13 @@ def read_user_function(named: str, parameters: Sequence[str]) -> UserFunction:
         function = vars(found.module()).get(name)
     except (Exception, SystemExit) as error:  # the user's code may raise anything, and exit
         failure = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{path}: importing it fails: {failure}; correct it") from error
+        rule = ""
+        if isinstance(error, ImportError):
+            rule = (
+                "; a file can import installed packages and, by their names, the files of its "
+                f"folder ({Path(path).resolve().parent}), as in `import name` for name.py"
+            )
+        raise ConfigError(f"{path}: importing it fails: {failure}{rule}; correct it") from error
     if not callable(function):
         raise ConfigError(f"{path}: no function {name} at its top level; {wanted}")
     try:

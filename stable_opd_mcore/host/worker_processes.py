@@ -80,26 +80,29 @@ def start_user_code(
     functions: Mapping[str, UserFunction],
     memory_gib: float,
     warm_up: Callable[[], object] = lambda: None,
+    log: str = os.devnull,
 ) -> dict[str, Callable[..., Any]]:
     """Import the user's functions in this process, which from then on has `memory_gib` of address
-    space and writes nothing.
+    space and writes to the file `log` what it prints.
 
-    The import may still print, and one that takes more than a minute ends the process. SIGTERM is
-    ignored: Slurm sends it to every process of a job step, and the trainer still finishes its
-    training step.
+    The import may still print to the terminal, and one that takes more than a minute ends the
+    process. SIGTERM is ignored: Slurm sends it to every process of a job step, and the trainer
+    still finishes its training step.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     warm_up()
     signal.setitimer(signal.ITIMER_REAL, _LOADING_SECONDS)  # it ends the process
-    loaded = {name: function.load() for name, function in functions.items()}
+    loaded = {
+        name: function.load(stays=len(functions) == 1) for name, function in functions.items()
+    }
     signal.setitimer(signal.ITIMER_REAL, 0)
     gc.freeze()  # collections need not visit the objects of what was imported
     gc.set_threshold(50_000)
-    with open(os.devnull, "wb") as null:  # what libraries print is of no use to anyone
-        os.dup2(null.fileno(), 1)
-        os.dup2(null.fileno(), 2)
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     limit = int(memory_gib * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     return loaded

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stable_opd_mcore.config.no_effect import refuse_without_effect
-from stable_opd_mcore.config.objectives import AdvantageConfig, ObjectiveConfig
+from stable_opd_mcore.config.objective_settings import AdvantageConfig, ObjectiveConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.user_code import is_user_function

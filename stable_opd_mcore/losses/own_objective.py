@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.config.objectives import ObjectiveConfig
+from stable_opd_mcore.config.objective_settings import ObjectiveConfig
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.losses.token_losses import PolicyLoss, Rows
 

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.config.objectives import AdvantageConfig, ObjectiveConfig
+from stable_opd_mcore.config.objective_settings import AdvantageConfig, ObjectiveConfig
 from stable_opd_mcore.losses.torch_ops import DenseDivergence
 from stable_opd_mcore.records import LossOutput, MicroBatch, Scores
 

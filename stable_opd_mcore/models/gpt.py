@@ -14,19 +14,19 @@ from torch import Tensor
 
 from stable_opd_mcore.config.training import Fp8, Recompute
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.family import Family
-from stable_opd_mcore.models.fp8 import (
+from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.models.description.families import Family
+from stable_opd_mcore.models.description.layout_refusal import layout_refusal
+from stable_opd_mcore.models.hidden_states import FactorList, HiddenStatesGPTModel
+from stable_opd_mcore.models.layers.attention_sinks import refuse_sinks_on_device
+from stable_opd_mcore.models.layers.fp8 import (
     MULTIPLE,
     megatron_settings,
     refuse_fp8,
     refuse_fp8_on_device,
 )
-from stable_opd_mcore.models.hidden_states import FactorList, HiddenStatesGPTModel
-from stable_opd_mcore.models.layout_refusal import layout_refusal
-from stable_opd_mcore.models.linear import emulate_fp8
-from stable_opd_mcore.models.rotary import RotaryByPosition
-from stable_opd_mcore.models.sinks import refuse_sinks_on_device
+from stable_opd_mcore.models.layers.linear import emulate_fp8
+from stable_opd_mcore.models.layers.rotary import RotaryByPosition
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
 from stable_opd_mcore.models.weights import described_parameters, mark_shards, random_weights
 from stable_opd_mcore.parallel.world import World

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import ModuleList
 
 from stable_opd_mcore.losses.output_head import Head
-from stable_opd_mcore.models.attention import PackedSequences
-from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.gated_delta_net import has_kernels
-from stable_opd_mcore.models.rotary import RotaryByPosition
+from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.models.layers.attention import PackedSequences
+from stable_opd_mcore.models.layers.gated_delta_net import has_kernels
+from stable_opd_mcore.models.layers.rotary import RotaryByPosition
 from stable_opd_mcore.records import MicroBatch
 
 

@@ -8,7 +8,7 @@ gates of shared experts are left out. A [R, I] is drawn as PEFT draws it, B [O, 
 Megatron joins matrices, such as q, k and v, each keeps its own pair, so the factors are the same as
 PEFT's. Where HF's files hold an expert's gate and up as one matrix, they have one pair.
 
-The pairs of one linear layer are `Factors` (factors.py).
+The pairs of one linear layer are `Factors` (models/layers/factors.py).
 
 Letters: I inputs and O outputs of a matrix, R rank of its factors.
 """
@@ -28,9 +28,9 @@ from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import tensors
-from stable_opd_mcore.models.factors import Factors, Which, add_to_output, factors_of
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.hidden_states import FactorList, unwrap
+from stable_opd_mcore.models.layers.factors import Factors, Which, add_to_output, factors_of
 from stable_opd_mcore.models.weights import (
     Exchange,
     architecture_of,

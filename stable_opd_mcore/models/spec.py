@@ -25,11 +25,11 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from stable_opd_mcore.models.attention import RMSNorm, TorchSelfAttention, ZeroCentredRMSNorm
-from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
-from stable_opd_mcore.models.linear import TorchColumnLinear, TorchRowLinear
-from stable_opd_mcore.models.sinks import Sinks
+from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.models.layers.attention import RMSNorm, TorchSelfAttention, ZeroCentredRMSNorm
+from stable_opd_mcore.models.layers.attention_sinks import AttentionSinks
+from stable_opd_mcore.models.layers.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
+from stable_opd_mcore.models.layers.linear import TorchColumnLinear, TorchRowLinear
 
 
 def transformer_engine_is_usable() -> bool:
@@ -115,7 +115,7 @@ def _torch_layer(
     layer.submodules.self_attention.module = TorchSelfAttention
     attention = layer.submodules.self_attention.submodules
     # TorchSelfAttention computes the attention itself and only needs the layer's sinks.
-    attention.core_attention = Sinks if architecture.family.sinks else IdentityOp
+    attention.core_attention = AttentionSinks if architecture.family.sinks else IdentityOp
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     attention.linear_qkv, attention.linear_proj = TorchColumnLinear, TorchRowLinear

@@ -11,7 +11,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.tensors import Grouped, Layout, Parameter, hf_shape
 
 _UNCUT = ("whole", "expert_gate_up", "expert_down")

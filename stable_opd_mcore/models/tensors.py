@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.description.architecture import Architecture
 
 # whole: the same on every rank
 # rows, columns: cut along dimension 0, 1
@@ -211,7 +211,7 @@ def _mlp(architecture: Architecture) -> list[Parameter]:
 
 
 def of_factors(entry: Parameter, architecture: Architecture) -> Parameter:
-    """The entry with the matrices that have a pair of low-rank factors each (factors.py): HF's
+    """The entry with the matrices that have a pair of low-rank factors each: HF's
     tensors, but one matrix with the rows of gate and up where files interleave these."""
     if entry.layout != "expert_gate_up" or not architecture.family.stacked_experts:
         return entry

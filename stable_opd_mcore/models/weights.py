@@ -18,9 +18,9 @@ from torch.nn import Module
 
 from stable_opd_mcore.errors import NotFiniteError
 from stable_opd_mcore.models import tensors
-from stable_opd_mcore.models.factors import factors_of
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.hidden_states import unwrap
+from stable_opd_mcore.models.layers.factors import factors_of
 from stable_opd_mcore.models.tensor_cuts import join_parts, own_parts, unshard
 from stable_opd_mcore.models.tensors import Parameter
 from stable_opd_mcore.parallel.world import broadcast_object, gather_objects

@@ -23,7 +23,7 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.run_inputs import missing_tracker
+from stable_opd_mcore.inputs.loading import missing_tracker
 
 PROJECT = "stable-opd"  # where the variables of wandb and mlflow name no other
 MLFLOW_BATCH = 100  # settings that one request may hold

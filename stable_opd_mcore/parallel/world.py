@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from stable_opd_mcore.host.cuda_driver import refuse_unused_gpus
 from stable_opd_mcore.parallel.rendezvous import is_launched, launcher_number, meet
 
 Object = TypeVar("Object")
+Result = TypeVar("Result")
 
 _START_TIMEOUT = timedelta(minutes=30)  # until all ranks have started
 _TIMEOUT = timedelta(minutes=COLLECTIVE_TIMEOUT_MINUTES)
@@ -244,6 +245,20 @@ def gather_objects(item: Object, group: dist.ProcessGroup | None = None) -> list
     items: list[Any] = [None] * size
     dist.all_gather_object(items, item, group=object_group(group))
     return items
+
+
+def on_first_rank(world: World, function: Callable[[], Result]) -> Result:
+    """Call `function` on rank 0 only; every rank returns its result or raises its UserError."""
+    outcome: Any = None
+    if world.rank == 0:
+        try:
+            outcome = function()
+        except UserError as error:
+            outcome = error
+    outcome = broadcast_object(outcome)
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome
 
 
 def gather_on_first_rank(item: Object, group: dist.ProcessGroup | None = None) -> list[Object]:

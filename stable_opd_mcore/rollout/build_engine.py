@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.environment_names import environments_of
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
@@ -19,7 +21,6 @@ from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.rollout.replay import replay_engine
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
-from stable_opd_mcore.run_inputs import environments_of
 from stable_opd_mcore.serving.teacher import ServedTeacher
 
 _log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ def build_interaction(
         config.data.system_prompt,
         architecture_of(chunks).max_positions,
         teacher_tokenizer,
+        config.run.files.environments / f"rank_{dist.get_rank()}",
         progress,
     )
 
@@ -133,6 +135,7 @@ def training_sampling(
     config: Config, stop_token_ids: Sequence[int], *, scored: bool = False
 ) -> Sampling:
     """The sampling settings of a training step's rollouts; `scored`: a served teacher scores."""
+    start, steps = config.sampling.horizon_start, config.sampling.horizon_steps
     return Sampling(
         temperature=config.sampling.temperature,
         top_p=config.sampling.top_p,
@@ -141,4 +144,5 @@ def training_sampling(
         stop_token_ids=tuple(stop_token_ids),
         seed=config.train.seed,
         scored=scored,
+        horizon=None if start is None or steps is None else (start, steps),
     )

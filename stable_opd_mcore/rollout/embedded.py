@@ -36,14 +36,15 @@ from megatron.core.utils import unwrap_model
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
-from stable_opd_mcore.models.linear import linear
+from stable_opd_mcore.models.layers.linear import linear
 from stable_opd_mcore.parallel.world import World, broadcast_object
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine, check_prompts
-from stable_opd_mcore.rollout.episodes import Episode, Observation
+from stable_opd_mcore.rollout.episodes import Episode, WhatFollows
 from stable_opd_mcore.rollout.inference import inference_mode, run_layers
 from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.rollout.kv_cache import KVCache
@@ -168,17 +169,17 @@ class EmbeddedEngine(RolloutEngine):
         """The episodes with what follows the turns that are over, until all are open or ended."""
         episodes = list(episodes)
         while waiting := [n for n, each in enumerate(episodes) if each.awaits_observation]:
-            observations = self._observations([episodes[n] for n in waiting], sampling, step)
-            for place, observation in zip(waiting, observations, strict=True):
-                episodes[place] = episodes[place].after(observation)
+            answers = self._what_follows([episodes[n] for n in waiting], sampling, step)
+            for place, answer in zip(waiting, answers, strict=True):
+                episodes[place] = episodes[place].after(answer)
         return episodes
 
-    def _observations(
+    def _what_follows(
         self, episodes: Sequence[Episode], sampling: Sampling, step: int
-    ) -> list[Observation]:
+    ) -> list[WhatFollows]:
         """What follows a turn of each. The replica's first rank asks, so that all ranks agree."""
         has_environment = any(each.prompt.environment is not None for each in episodes)
-        answers: list[Observation] | UserError = []
+        answers: list[WhatFollows] | UserError = []
         if not has_environment or dist.get_rank(self.world.model_group) == 0:
             asked = [self.interaction.observe(each, sampling, step) for each in episodes]
             try:
@@ -226,11 +227,11 @@ class EmbeddedEngine(RolloutEngine):
         stops = np.flatnonzero(np.isin(tokens_L, sampling.stop_token_ids))
         length = int(stops[0]) + 1 if len(stops) else len(tokens_L)
         is_full = length == episode.budget(sampling, self._window)
-        reason = "stop" if len(stops) else "length" if is_full else "abort"
+        reason = Ending.STOP if len(stops) else Ending.LENGTH if is_full else Ending.OPEN
         token_ids = tokens_L[:length].astype(np.int32)
         begun = len(episode.token_ids) - episode.turns[-1].num_tokens
         of_turn = [*episode.token_ids[begun:].tolist(), *token_ids.tolist()]
-        text = self.decode(of_turn[:-1] if reason == "stop" else of_turn)
+        text = self.decode(of_turn[:-1] if reason == Ending.STOP else of_turn)
         logprobs, version = logprobs_L[:length], self.weight_version
         return episode.with_tokens(token_ids, logprobs, reason, version, text=text)
 
@@ -351,3 +352,13 @@ def _left_padded(contexts: Sequence[tuple[int, ...]], device: torch.device) -> T
     longest = max(map(len, contexts))
     rows = [(0,) * (longest - len(context)) + context for context in contexts]
     return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def sampled_text(chunks: Sequence[torch.nn.Module], world: World, num_tokens: int) -> Rollout:
+    """So many tokens of the model after as many fixed ones, to compare another engine with.
+    Collective over the replica's ranks."""
+    size = unwrap_model(list(chunks))[0].architecture.vocab_size
+    engine = EmbeddedEngine(chunks, world, lambda _: "", vocab_size=size)
+    prompt = Prompt("text", "", tuple(i * size // num_tokens for i in range(num_tokens)))
+    (text,) = engine.generate([prompt], Sampling(max_new_tokens=num_tokens), step=0)
+    return text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,22 +9,24 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.host.user_code import UserFunction
 from stable_opd_mcore.host.worker_processes import start_process
 from stable_opd_mcore.records import GradingFailure
-from stable_opd_mcore.rollout.environment_worker import MAX_ANSWER_BYTES, OUT_OF_MEMORY
+from stable_opd_mcore.rollout.environment_worker import MAX_ANSWER_BYTES, OUT_OF_MEMORY, Answer
 from stable_opd_mcore.serving.channel import send_message
 
 _MODULE = "stable_opd_mcore.rollout.environment_worker"
 _LONGEST_START_SECONDS = 180.0  # the process itself limits the import of the user's file
+_LARGEST_LOG_BYTES = 16 * 2**20  # of a file to which another process appends
 _CLOSING_SECONDS = 10.0  # the process itself takes half of it
 _SAME_HASHES = {"PYTHONHASHSEED": "0"}  # sets have the same order in each process
 
 
 class EnvironmentFailure(Exception):
-    """A step or the start failed; the text says how."""
+    """An answer or the start failed; the text says how."""
 
     def __init__(self, failure: GradingFailure, reason: str) -> None:
         super().__init__(reason)
@@ -35,8 +36,20 @@ class EnvironmentFailure(Exception):
 class EnvironmentProcess:
     """A process that starts now; `load` waits for it. One thread uses it; others may `kill` it."""
 
-    def __init__(self, function: UserFunction, timeout_seconds: float, memory_gib: float) -> None:
-        self._function = function
+    def __init__(
+        self,
+        function: UserFunction,
+        timeout_seconds: float,
+        memory_gib: float,
+        log: Path | None = None,
+    ) -> None:
+        """log: the file to which it appends what the episodes print and raise; None: nowhere."""
+        self._function, self._log = function, os.devnull
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            if log.is_file() and log.stat().st_size > _LARGEST_LOG_BYTES:
+                log.replace(log.with_suffix(".old.log"))
+            self._log = str(log)
         self._timeout_seconds, self._memory_gib = timeout_seconds, memory_gib
         self._killing = threading.Lock()
         self._process, self._channel = start_process(_MODULE, _SAME_HASHES, leads_group=True)
@@ -52,18 +65,19 @@ class EnvironmentProcess:
             EnvironmentFailure: the episode failed, or the process, which has ended then.
         """
         self._set_limit(_LONGEST_START_SECONDS)
-        self._exchange((self._function, self._memory_gib, 2 * self._timeout_seconds + 10))
+        orphan_seconds = 2 * self._timeout_seconds + 10
+        self._exchange((self._function, self._memory_gib, orphan_seconds, self._log))
         self._set_limit(self._timeout_seconds)
 
-    def open(self, number: int, row: Any, seed: int) -> dict[str, Any]:
-        """Begin an episode; its first answer, as `Episodes.open` gives it."""
+    def open(self, number: int, row: Any, seed: int) -> Answer:
+        """Begin an episode; its first answer."""
         self.num_opened += 1
         self.episodes.add(number)
-        return self._step(number, ("open", number, row, seed))
+        return self._answer(number, ("open", number, row, seed))
 
-    def say(self, number: int, text: str, truncated: bool) -> dict[str, Any]:
+    def say(self, number: int, text: str, truncated: bool) -> Answer:
         """Give the student's turn to an episode."""
-        return self._step(number, ("say", number, text, truncated))
+        return self._answer(number, ("say", number, text, truncated))
 
     def close(self, number: int) -> None:
         """End an episode; nothing happens if this process has none of this number."""
@@ -72,7 +86,7 @@ class EnvironmentProcess:
             self._exchange(("close", number))
 
     def has_ended(self) -> bool:
-        """Whether it has ended while no step was asked for."""
+        """Whether it has ended while no answer was asked for."""
         return self._channel.closed or self._channel.poll(0)
 
     def kill(self) -> None:
@@ -95,23 +109,23 @@ class EnvironmentProcess:
             time.sleep(0.01)
         self.kill()
 
-    def _step(self, number: int, message: tuple[Any, ...]) -> dict[str, Any]:
+    def _answer(self, number: int, message: tuple[Any, ...]) -> Answer:
         answer = self._exchange(message)
-        if "messages" not in answer:  # it is over
+        if answer.is_last:
             self.episodes.discard(number)
-        if "failure" in answer:
+        if answer.failure is not None:
             self.has_failed = True
-            raise EnvironmentFailure(answer["failure"], answer["reason"])
+            raise EnvironmentFailure(answer.failure, answer.reason)
         return answer
 
-    def _exchange(self, message: tuple[Any, ...]) -> dict[str, Any]:
+    def _exchange(self, message: tuple[Any, ...]) -> Answer:
         try:
             send_message(self._channel, message)
-            return json.loads(self._channel.recv_bytes(MAX_ANSWER_BYTES))
+            return Answer.decoded(self._channel.recv_bytes(MAX_ANSWER_BYTES))
         except BlockingIOError as error:
             self._close()
             reason = (
-                f"a step took longer than environment.timeout_seconds={self._timeout_seconds:g}"
+                f"an answer took longer than environment.timeout_seconds={self._timeout_seconds:g}"
             )
             raise EnvironmentFailure("timeout", reason) from error
         except (EOFError, OSError) as error:
@@ -126,10 +140,10 @@ class EnvironmentProcess:
     def _how_it_ended(self) -> str:
         code = self._process.returncode
         if code == OUT_OF_MEMORY:
-            return f"a step needed more memory than environment.memory_gib={self._memory_gib:g}"
+            return f"an answer needed more memory than environment.memory_gib={self._memory_gib:g}"
         if code < 0:
-            return f"a step ended its process, by signal {-code} ({signal.strsignal(-code)})"
-        return f"a step ended its process, with exit code {code}"
+            return f"it ended its process, by signal {-code} ({signal.strsignal(-code)})"
+        return f"it ended its process, with exit code {code}"
 
     def _set_limit(self, seconds: float) -> None:
         """Let reads and writes of the channel fail with BlockingIOError after this time."""

@@ -1,4 +1,5 @@
-"""What a process of an environment does: it holds the generators of its episodes and steps them.
+"""What a process of an environment does: it holds the user's generators, one an episode, and asks
+them for answers.
 
 Imports only the standard library and the user's file, and no part of a distributed run. What the
 user's code gives leaves this process as JSON of bounded size, never pickled. Not here: time limits,
@@ -14,12 +15,18 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 from stable_opd_mcore.host.user_code import InvalidValueError, UserFunction, as_reward
 from stable_opd_mcore.host.worker_processes import start_user_code
 from stable_opd_mcore.serving.channel import receive_message
+
+if TYPE_CHECKING:
+    from io import TextIOWrapper
+
+    from stable_opd_mcore.records import GradingFailure
 
 MAX_CHARACTERS = 1_000_000  # of one message; its middle is cut out of a longer one
 MAX_ANSWER_BYTES = 32 * 2**20  # JSON writes a character in up to 12
@@ -32,7 +39,35 @@ _EXPECTED = (
     "a text (a message of the user), a list of messages "
     '[{"role": "user" or "tool", "content": text}], {"restart": messages}, or, first, None'
 )
-Episode = Generator[Any, "Said", Any]
+_Generator = Generator[Any, "Said", Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an environment answers to the opening of an episode, or to a turn of the student."""
+
+    # What the student reads next, of OpenAI's form; to an opening: in place of the row's own
+    # prompt. None: the row's prompt stands, or nothing follows.
+    observed: Sequence[Mapping[str, Any]] | None = None
+    restarts: bool = False  # `observed` is a whole new context, not the continuation of the old one
+    reward: float | None = None  # 0 to 1, of an episode that is over; with a failure 0
+    failure: GradingFailure | None = None
+    reason: str = ""  # of the failure, for people
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the episode is over."""
+        return self.reward is not None
+
+    def encoded(self) -> bytes:
+        """As JSON, which the trainer reads and compares with that of a replay."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decoded(cls, content: bytes) -> Self:
+        fields: dict[str, Any] = json.loads(content)
+        observed = fields.pop("observed")
+        return cls(None if observed is None else tuple(observed), **fields)
 
 
 class Said(str):
@@ -46,63 +81,61 @@ class Said(str):
         return said
 
 
-class Episodes:
-    """The episodes of this process, by the keys that the trainer gave them."""
+class Generators:
+    """The user's generators in this process, by the keys that the trainer gave their episodes."""
 
     def __init__(self, function: Callable[..., Any], file: str) -> None:
         self._function = function
         self._file = file
-        self._running: dict[Hashable, Episode] = {}
+        self._running: dict[Hashable, _Generator] = {}
 
-    def open(self, key: Hashable, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """Begin an episode. As the next: what it answers, as JSON takes it."""
+    def open(self, key: Hashable, row: Mapping[str, Any], seed: int) -> Answer:
+        """Begin an episode; its first answer."""
         return self._advance(key, lambda: self._begun(key, row, seed), is_first=True)
 
-    def say(self, key: Hashable, text: str, truncated: bool) -> dict[str, Any]:
+    def say(self, key: Hashable, text: str, truncated: bool) -> Answer:
         """Give the student's turn to an episode."""
         return self._advance(key, lambda: self._running[key].send(Said(text, truncated)))
 
-    def close(self, key: Hashable) -> dict[str, Any]:
+    def close(self, key: Hashable) -> Answer:
         """End an episode, by its `finally`."""
-        episode = self._running.pop(key, None)
+        generator = self._running.pop(key, None)
         with suppress(BaseException):  # whatever the user's `finally` raises, nobody waits for it
-            if episode is not None:
-                episode.close()
-        return {}
+            if generator is not None:
+                generator.close()
+        return Answer()
 
     def close_all(self) -> None:
         for key in list(self._running):
             self.close(key)
 
     def _begun(self, key: Hashable, row: Mapping[str, Any], seed: int) -> Any:
-        episode: object = self._function(dict(row), seed)
-        if not isinstance(episode, Generator):
+        generator: object = self._function(dict(row), seed)
+        if not isinstance(generator, Generator):
             raise InvalidValueError(
-                f"the environment's function returned {_shown(episode)}; expected a generator: "
+                f"the environment's function returned {_shown(generator)}; expected a generator: "
                 "write `said = yield observation` for each turn of the student"
             )
-        self._running[key] = cast("Episode", episode)
+        self._running[key] = cast("_Generator", generator)
         return next(self._running[key])
 
-    def _advance(
-        self, key: Hashable, step: Callable[[], Any], is_first: bool = False
-    ) -> dict[str, Any]:
+    def _advance(self, key: Hashable, go_on: Callable[[], Any], is_first: bool = False) -> Answer:
         try:
             try:
-                messages, restarts = _messages(step(), is_first)
-                return {"messages": messages, "restarts": restarts}
+                return Answer(*_messages(go_on(), is_first))
             except StopIteration as end:
-                return {"reward": _reward(end.value)}
+                return Answer(reward=_reward(end.value))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except InvalidValueError as error:
-            failure = {"failure": "invalid", "reason": str(error)}
+            failed = Answer(reward=0.0, failure="invalid", reason=str(error))
         except Exception as error:  # the user's code may raise anything
-            failure = {"failure": "crash", "reason": self._described(error)}
+            traceback.print_exc()  # to the log
+            failed = Answer(reward=0.0, failure="crash", reason=self._described(error))
         except BaseException:
             os._exit(1)
         self.close(key)
-        return failure
+        return failed
 
     def _described(self, error: Exception) -> str:
         """The error and the user's last line that led to it."""
@@ -174,39 +207,39 @@ def _shown(value: object) -> str:
 
 
 def main(file: int) -> None:
-    """Answer the trainer's messages until its end of the channel closes; then end the episodes,
+    """Answer the trainer's messages until its end of the channel closes; then end the generators,
     this process and its children.
 
-    After twice the time limit of a step an alarm ends the process, in C code too: the trainer,
+    After twice the time limit of an answer an alarm ends the process, in C code too: the trainer,
     which keeps the limit, must be gone.
     """
     channel = Connection(file)
-    function, memory_gib, orphan_seconds = cast(
-        "tuple[UserFunction, float, float]", receive_message(channel)
+    function, memory_gib, orphan_seconds, log = cast(
+        "tuple[UserFunction, float, float, str]", receive_message(channel)
     )
-    loaded = start_user_code({"": function}, memory_gib)[""]
-    episodes = Episodes(loaded, function.path)
-    _answer(channel, {})  # ready
+    loaded = start_user_code({"": function}, memory_gib, log=log)[""]
+    cast("TextIOWrapper", sys.stdout).reconfigure(line_buffering=True)
+    generators = Generators(loaded, function.path)
+    _answer(channel, Answer())  # ready
     while True:
         try:
             kind, *arguments = receive_message(channel)
         except (EOFError, OSError):
-            _end(episodes)
+            _end(generators)
         signal.setitimer(signal.ITIMER_REAL, orphan_seconds)
-        answer = getattr(episodes, kind)(*arguments)
+        answer = getattr(generators, kind)(*arguments)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _answer(channel, answer)
 
 
-def _answer(channel: Connection, answer: Mapping[str, Any]) -> None:
-    content = json.dumps(answer).encode()
+def _answer(channel: Connection, answer: Answer) -> None:
     with suppress(OSError):  # the trainer has ended; reading says so
-        channel.send_bytes(content)
+        channel.send_bytes(answer.encoded())
 
 
-def _end(episodes: Episodes) -> NoReturn:
+def _end(generators: Generators) -> NoReturn:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process; the user may have set it
     signal.alarm(_CLOSING_SECONDS)
-    episodes.close_all()
+    generators.close_all()
     os.killpg(0, signal.SIGKILL)
     sys.exit()

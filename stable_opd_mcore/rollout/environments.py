@@ -1,7 +1,7 @@
 """Environments of episodes: generators of the user's, played in processes that can be killed.
 
 A worker is a thread here and a process (environment_worker.py) that holds the generators of many
-episodes. It plays one step after another, so that a time limit ends the step that takes too long
+episodes. It gives one answer after another, so that a time limit ends the one that takes too long
 and no other. Of each episode the pool keeps row, seed and the student's texts. From these it plays
 the episode again where the process has ended, and once where the episode itself has failed. If the
 environment then answers otherwise, the caller is told to begin the episode anew.
@@ -12,26 +12,25 @@ Not here: tokens, limits on turns, what a failed episode means for training (the
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import xxhash
 
-from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.user_code import UserFunction
 from stable_opd_mcore.host.worker_processes import set_future
-from stable_opd_mcore.records import GradingFailure
 from stable_opd_mcore.rollout.environment_process import EnvironmentFailure, EnvironmentProcess
+from stable_opd_mcore.rollout.environment_worker import Answer
 
 _MAX_FAILURES = 2  # of one episode; the last one ends it
 _EPISODES_PER_PROCESS = 1000  # then it is replaced, because environments leak memory
@@ -39,38 +38,21 @@ _JOIN_SECONDS = 12.0  # more than a process takes to end by itself
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Step:
-    """What an environment answers to the opening of an episode, or to a turn of the student."""
-
-    # What the student reads next; to an opening: in place of the row's own prompt. None: the row's
-    # prompt stands, or nothing follows.
-    observed: tuple[Message, ...] | None = None
-    restarts: bool = False  # `observed` is a whole new context, not the continuation of the old one
-    done: bool = False  # the episode is over, and its key is free
-    reward: float | None = None  # 0 to 1, of an episode that is done; with a failure 0
-    failure: GradingFailure | None = None
-    reason: str = ""  # of the failure, for people
-    replays: int = 0  # times that the episode was played again
-    # Played again, the environment gave other answers. The key is free: open the episode again and
-    # sample its turns anew. Its earlier failures still count.
-    not_repeatable: bool = False
-
-
 @dataclass(eq=False)
-class _Episode:
+class _Played:
+    """An episode that the pool plays."""
+
     key: Hashable
     number: int
     row: Mapping[str, Any]
     seed: int
     num_failures: int
     is_counted: bool
-    num_replays: int = 0
     said: list[tuple[str, bool]] = field(default_factory=list)  # the student's turns so far
     answers: list[str] = field(default_factory=list)  # hash of each answer so far
     worker: _Worker | None = None
     process: EnvironmentProcess | None = None  # where its generator has been last
-    future: Future[Step] | None = None  # of the last step that was asked for
+    future: Future[Answer | None] | None = None  # of the last answer that was asked for
     is_closed: bool = False
 
 
@@ -92,7 +74,7 @@ class _Worker:
         return drains, self.num_episodes
 
     def process(self) -> EnvironmentProcess:
-        """The process of the next step. Raises EnvironmentFailure if it cannot start."""
+        """The process of the next answer. Raises EnvironmentFailure if it cannot start."""
         process = self._process
         if process is not None:
             is_idle = self._is_used_up(process) and not process.episodes
@@ -104,7 +86,7 @@ class _Worker:
         return self._process
 
     def join(self) -> None:
-        """Wait for the end of thread and process; a step that takes too long is not waited for."""
+        """Wait for the end of thread and process, but for no answer that takes too long."""
         self._thread.join(_JOIN_SECONDS)
         if self._thread.is_alive() and self._process is not None:
             self._process.kill()
@@ -123,16 +105,22 @@ class _Worker:
 class EnvironmentPool:
     """Plays episodes of one function. Safe to use from many threads.
 
+    A future is None where the environment, played again, gave other answers: the key is free, and
+    whoever asked opens the episode again and samples its turns anew. Its earlier failures still
+    count.
+
     Only `shutdown` blocks. Futures are set in a worker's thread: their callbacks may use the pool
-    but must not wait for a step. A future raises UserError where the user's file fails as it is
+    but must not wait for an answer. A future raises UserError where the user's file fails as it is
     imported; `shutdown` cancels those that are not set yet.
 
     Args:
         function: returns a generator for a row and a seed; see docs/environments.md.
         workers: number of processes; each holds many episodes.
-        timeout_seconds: limit of one step.
+        timeout_seconds: limit of one answer.
         memory_gib: address space of a process.
-        progress: called after each step, in a worker's thread, even if it failed.
+        logs: the beginning of the path of each worker's file of what its episodes print and raise;
+            None: there is none.
+        progress: called after each answer, in a worker's thread, even if it failed.
     """
 
     def __init__(
@@ -142,23 +130,27 @@ class EnvironmentPool:
         timeout_seconds: float = 60.0,
         memory_gib: float = 4.0,
         progress: Callable[[], None] = lambda: None,
+        logs: Path | None = None,
     ) -> None:
         assert workers > 0 and timeout_seconds > 0 and memory_gib > 0
         self._function, self._progress = function, progress
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._episodes: dict[Hashable, _Episode] = {}
+        self._episodes: dict[Hashable, _Played] = {}
         self._failures_of: dict[Hashable, int] = {}  # of each episode that is to begin anew
         self._counts: Counter[str] = Counter()
         self._has_started = self._has_warned = self._is_over = False
         # Processes are replaced at different times, so that some worker always takes episodes.
         limits = (_EPISODES_PER_PROCESS * (1 + place / workers) for place in range(workers))
         new_process = partial(EnvironmentProcess, function, timeout_seconds, memory_gib)
-        self._workers = [_Worker(new_process, int(limit)) for limit in limits]
+        self._workers = [
+            _Worker(partial(new_process, logs and Path(f"{logs}_worker_{number}.log")), int(limit))
+            for number, limit in enumerate(limits)
+        ]
 
     def open(
         self, key: Hashable, row: Mapping[str, Any], seed: int, is_counted: bool = True
-    ) -> Future[Step]:
+    ) -> Future[Answer | None]:
         """Begin an episode, which has the key until it is over.
 
         is_counted: whether it is part of what `take_counts` returns.
@@ -166,20 +158,20 @@ class EnvironmentPool:
         with self._lock:
             assert key not in self._episodes, f"an episode with the key {key} is open"
             failures = self._failures_of.pop(key, 0)
-            episode = _Episode(key, next(self._numbers), row, seed, failures, is_counted)
+            episode = _Played(key, next(self._numbers), row, seed, failures, is_counted)
             self._episodes[key] = episode
             return self._ask(episode)
 
-    def say(self, key: Hashable, text: str, truncated: bool = False) -> Future[Step]:
-        """Give the student's turn to an episode, whose last step has come."""
+    def say(self, key: Hashable, text: str, truncated: bool = False) -> Future[Answer | None]:
+        """Give the student's turn to an episode, whose last answer has come."""
         with self._lock:
             episode = self._episodes[key]
-            assert episode.future is None or episode.future.done(), "its last step has not come"
+            assert episode.future is None or episode.future.done(), "its last answer has not come"
             episode.said.append((text, truncated))
             return self._ask(episode)
 
     def close(self, key: Hashable) -> None:
-        """Give an episode up, if it is not over. A step that it was asked for may not come."""
+        """Give an episode up, if it is not over. An answer that it was asked for may not come."""
         with self._lock:
             self._failures_of.pop(key, None)
             episode = self._episodes.get(key)
@@ -189,14 +181,14 @@ class EnvironmentPool:
                 episode.worker.jobs.put(lambda: self._close(episode.process, episode))
 
     def take_counts(self) -> Counter[str]:
-        """Counts since the last call: `steps`, `replays`, `not_repeatable`, and failed episodes by
-        `timeout`, `crash` and `invalid`."""
+        """Counts since the last call: `answers`, `replays`, `not_repeatable`, and the failed
+        episodes by `timeout`, `crash` and `invalid`."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
             return counts
 
     def shutdown(self) -> None:
-        """End all processes; those that play no step close their generators first."""
+        """End all processes; those that give no answer close their generators first."""
         with self._lock:
             self._is_over = True
             futures = [episode.future for episode in self._episodes.values() if episode.future]
@@ -209,7 +201,7 @@ class EnvironmentPool:
 
     # ---- with the lock held
 
-    def _ask(self, episode: _Episode) -> Future[Step]:
+    def _ask(self, episode: _Played) -> Future[Answer | None]:
         episode.future = Future()
         if self._is_over:
             episode.future.cancel()
@@ -218,7 +210,7 @@ class EnvironmentPool:
         return episode.future
 
     def _assign(
-        self, episode: _Episode, future: Future[Step], unlike: _Worker | None = None
+        self, episode: _Played, future: Future[Answer | None], unlike: _Worker | None = None
     ) -> None:
         """Let the episode's worker play on, or the one with the least load if it has none."""
         if episode.worker is None:
@@ -227,14 +219,14 @@ class EnvironmentPool:
             episode.worker.num_episodes += 1
         episode.worker.jobs.put(partial(self._play, episode.worker, episode, future))
 
-    def _forget(self, episode: _Episode) -> None:
+    def _forget(self, episode: _Played) -> None:
         if not episode.is_closed and episode.worker is not None:
             episode.is_closed = True
             episode.worker.num_episodes -= 1
             del self._episodes[episode.key]
 
     def _plays_again(
-        self, episode: _Episode, future: Future[Step], failure: EnvironmentFailure
+        self, episode: _Played, future: Future[Answer | None], failure: EnvironmentFailure
     ) -> bool:
         """Whether another worker, where there is one, plays an episode after this failure."""
         episode.num_failures += 1
@@ -250,34 +242,33 @@ class EnvironmentPool:
         self._assign(episode, future, unlike=worker)
         return True
 
-    def _count_replay(self, episode: _Episode) -> None:
-        episode.num_replays += 1
+    def _count_replay(self, episode: _Played) -> None:
         self._count(episode, "replays")
 
-    def _count(self, episode: _Episode, name: str) -> None:
+    def _count(self, episode: _Played, name: str) -> None:
         if episode.is_counted:
             self._counts[name] += 1
 
-    def _note(self, episode: _Episode, step: Step) -> None:
-        self._count(episode, "steps")
-        if step.failure is not None:
-            self._count(episode, step.failure)
-        if step.not_repeatable:
+    def _note(self, episode: _Played, answer: Answer | None) -> None:
+        self._count(episode, "answers")
+        if answer is None:
             self._count(episode, "not_repeatable")
             self._failures_of[episode.key] = episode.num_failures
-        if step.done or step.not_repeatable:
+        elif answer.failure is not None:
+            self._count(episode, answer.failure)
+        if answer is None or answer.is_last:
             self._forget(episode)
 
     # ---- in a worker's thread
 
-    def _play(self, worker: _Worker, episode: _Episode, future: Future[Step]) -> None:
-        """Set the future to the episode's next step, unless another worker has to play it."""
+    def _play(self, worker: _Worker, episode: _Played, future: Future[Answer | None]) -> None:
+        """Set the future to the episode's next answer, unless another worker has to play it."""
         if episode.is_closed:
             future.cancel()
         if future.cancelled():
             return
         try:
-            step = self._step(worker, episode)
+            answer = self._answer(worker, episode)
         except EnvironmentFailure as failure:
             if not self._has_started:
                 set_future(future, self._cannot_start())
@@ -287,17 +278,17 @@ class EnvironmentPool:
                 is_over = episode.is_closed or future.cancelled()
                 if not is_over and self._plays_again(episode, future, failure):
                     return
-            step = Step(done=True, reward=0.0, failure=failure.failure, reason=str(failure))
+            answer = Answer(reward=0.0, failure=failure.failure, reason=str(failure))
         except Exception as error:  # it belongs to whoever waits for the future
             set_future(future, error)
             return
         self._progress()
         with self._lock:
             if not episode.is_closed:
-                self._note(episode, step)
-        set_future(future, replace(step, replays=episode.num_replays))
+                self._note(episode, answer)
+        set_future(future, answer)
 
-    def _step(self, worker: _Worker, episode: _Episode) -> Step:
+    def _answer(self, worker: _Worker, episode: _Played) -> Answer | None:
         """The answer to the student's last turn, after those that this process has not seen."""
         process, taken = worker.process(), len(episode.answers)
         self._has_started = True
@@ -306,24 +297,21 @@ class EnvironmentPool:
                 with self._lock:
                     self._count_replay(episode)
             episode.process, taken = process, 0
-        answer: dict[str, Any] = {}
+        answer: Answer | None = None
         for turn in range(taken, len(episode.said) + 1):
             if turn == 0:
                 answer = process.open(episode.number, episode.row, episode.seed)
             else:
                 answer = process.say(episode.number, *episode.said[turn - 1])
-            found = xxhash.xxh3_128_hexdigest(json.dumps(answer).encode())
+            found = xxhash.xxh3_128_hexdigest(answer.encoded())
             if turn == len(episode.answers):
                 episode.answers.append(found)
             elif episode.answers[turn] != found:
                 self._close(process, episode)
-                return Step(not_repeatable=True)
-        if "reward" in answer:
-            return Step(done=True, reward=answer["reward"])
-        messages = answer["messages"]
-        return Step(None if messages is None else tuple(messages), answer["restarts"])
+                return None
+        return answer
 
-    def _close(self, process: EnvironmentProcess | None, episode: _Episode) -> None:
+    def _close(self, process: EnvironmentProcess | None, episode: _Played) -> None:
         """Close the episode's generator where the process has it. Nobody waits for that."""
         with suppress(EnvironmentFailure):
             if process is not None:

@@ -5,13 +5,16 @@
         if episode.is_open:                       # its turn lacks tokens
             episode = episode.with_tokens(...)    # at most episode.budget(sampling, window)
         else:                                     # another turn begins, or it ends
-            episode = episode.after(observation)
+            episode = episode.after(what_follows)
     rollout = episode.rollout()
 
 Engines do not change an episode; each method returns another one. Without an environment the first
 turn is the whole episode; with one, an observation comes before it. Tokens that the student sampled
 are never decoded and encoded again: the context of a turn is that of the turn before with its
 tokens, unless an observation restarts it.
+
+What an environment answers has three forms: its `Answer` in words (environment_worker.py), the
+token ids that the student reads (`Observed`, data/bridge.py), and the `before` of the next `Turn`.
 """
 
 from __future__ import annotations
@@ -21,30 +24,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from stable_opd_mcore.config.horizon import horizon_at
+from stable_opd_mcore.data.bridge import Observed
 from stable_opd_mcore.data.messages import Message
-from stable_opd_mcore.records import (
-    FinishReason,
-    GradingFailure,
-    Prompt,
-    Rollout,
-    Sampling,
-    Segment,
-    Turn,
-)
+from stable_opd_mcore.endings import Ending
+from stable_opd_mcore.records import GradingFailure, Prompt, Rollout, Sampling, Segment, Turn
 
 
 @dataclass(frozen=True)
-class Observation:
-    """What follows a turn, or comes before the first one: token ids to read, or the end."""
+class End:
+    """Why an episode is over, and what it was worth."""
 
-    token_ids: tuple[int, ...] = ()
-    restarts: bool = False  # they are all that the student reads; its context is forgotten
-    text: str = ""  # token_ids, decoded
-    conversation: tuple[Message, ...] = ()  # see Episode
-    finish_reason: FinishReason = "abort"  # another one: the episode ends
-    reward: float | None = None  # of an episode that ends; None: to be graded
-    failure: GradingFailure | None = None  # why it ended without a reward
-    begins_anew: bool = False  # the environment forgot the episode: nothing of it counts
+    ending: Ending
+    reward: float | None = None  # None: to be graded
+    failure: GradingFailure | None = None  # with `failed`
+
+
+# What follows a turn, or comes before the first one. None: the environment has forgotten the
+# episode, which begins anew.
+WhatFollows = Observed | End | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +55,9 @@ class Episode:
     token_ids: NDArray[np.int32]  # the sampled ones
     logprobs: NDArray[np.float32]
     segments: tuple[Segment, ...]
-    turns: tuple[Turn, ...] = (Turn(0, "abort"),)
+    turns: tuple[Turn, ...] = (Turn(0, Ending.OPEN),)
     routed_experts: tuple[NDArray[np.int16], ...] = ()  # of each context; see Rollout
-    finish_reason: FinishReason = "abort"  # until it has ended
+    finish_reason: Ending = Ending.OPEN
     reward: float | None = None
     failure: GradingFailure | None = None
     # With environment.history=template: the messages that the context renders, up to its last turn
@@ -70,14 +68,16 @@ class Episode:
         """In its first turn, or, where the prompt has an environment, before it."""
         context, no_tokens = np.array(prompt.token_ids, np.int32), np.empty(0, np.int32)
         segments = (Segment(0, weight_version),)
-        turns = (Turn(0, "abort"),) if prompt.environment is None else ()
+        turns = (Turn(0, Ending.OPEN),) if prompt.environment is None else ()
         logprobs = np.empty(0, np.float32)
         return Episode(prompt, sample_index, context, no_tokens, logprobs, segments, turns)
 
     @property
     def is_open(self) -> bool:
         """Whether its last turn may get more tokens."""
-        return bool(self.turns) and not self.is_ended and self.turns[-1].finish_reason == "abort"
+        return not self.is_ended and [turn.finish_reason for turn in self.turns[-1:]] == [
+            Ending.OPEN
+        ]
 
     @property
     def awaits_observation(self) -> bool:
@@ -86,11 +86,16 @@ class Episode:
 
     @property
     def is_ended(self) -> bool:
-        return self.finish_reason != "abort"
+        return self.finish_reason != Ending.OPEN
 
     def limit(self, sampling: Sampling) -> int:
         """The most tokens that a turn may have."""
-        return self.prompt.max_new_tokens or sampling.max_new_tokens
+        own, step = self.prompt.max_new_tokens, sampling.training_step
+        if own is None:
+            return sampling.max_new_tokens
+        if sampling.horizon is None or step is None:
+            return own
+        return horizon_at(step, *sampling.horizon, own)
 
     def budget(self, sampling: Sampling, window: int) -> int:
         """How many tokens its last turn may still get, by the limit of a turn and the window."""
@@ -101,13 +106,13 @@ class Episode:
         self,
         token_ids_L: NDArray[np.int32],
         logprobs_L: NDArray[np.float32],
-        finish_reason: FinishReason,
+        finish_reason: Ending,
         weight_version: int,
         *,
         text: str = "",
         routed_experts: NDArray[np.int16] | None = None,
     ) -> Episode:
-        """With L more tokens in its last turn, which ends unless the finish reason is "abort".
+        """With L more tokens in its last turn, which ends unless the finish reason is "open".
 
         text: the turn's; routed_experts: those of the whole context.
         """
@@ -133,24 +138,19 @@ class Episode:
             routed_experts=routed,
         )
 
-    def after(self, observation: Observation) -> Episode:
-        """With another turn, before which the student reads the observation, or ended."""
+    def after(self, what: WhatFollows) -> Episode:
+        """With another turn, before which the student reads what it observed, or ended."""
         assert self.awaits_observation
-        if observation.begins_anew:
+        if what is None:
             return Episode.begin(self.prompt, self.sample_index, self.segments[0].weight_version)
-        if observation.finish_reason != "abort":
-            return replace(
-                self,
-                finish_reason=observation.finish_reason,
-                reward=observation.reward,
-                failure=observation.failure,
-            )
-        observed = np.array(observation.token_ids, np.int32)
-        context = observed if observation.restarts else np.concatenate([self.context, observed])
-        what = observation.token_ids, observation.restarts
-        turn = Turn(0, "abort", *what, observed=observation.text)
-        turns, conversation = (*self.turns, turn), observation.conversation
-        return replace(self, context=context, turns=turns, conversation=conversation)
+        if isinstance(what, End):
+            ended = {"reward": what.reward, "failure": what.failure}
+            return replace(self, finish_reason=what.ending, **ended)
+        read = np.array(what.token_ids, np.int32)
+        context = read if what.restarts else np.concatenate([self.context, read])
+        turn = Turn(0, Ending.OPEN, what.token_ids, what.restarts, observed=what.text)
+        turns = (*self.turns, turn)
+        return replace(self, context=context, turns=turns, conversation=what.conversation)
 
     def rollout(self) -> Rollout:
         return Rollout(

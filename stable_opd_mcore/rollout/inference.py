@@ -24,10 +24,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from stable_opd_mcore.models.gated_delta_net import GatedDeltaNet
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
-from stable_opd_mcore.models.linear import linear
-from stable_opd_mcore.models.sinks import sinks_of, window_of
+from stable_opd_mcore.models.layers.attention_sinks import sinks_of, window_of
+from stable_opd_mcore.models.layers.gated_delta_net import GatedDeltaNet
+from stable_opd_mcore.models.layers.linear import linear
 from stable_opd_mcore.rollout.kv_cache import KVCache
 
 

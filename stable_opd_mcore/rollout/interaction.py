@@ -1,6 +1,6 @@
 """What follows a turn of the student: its environment is asked, and the answer becomes token ids.
 
-    interaction.observe(episode, sampling, step)    # -> Future[Observation]
+    interaction.observe(episode, sampling, step)    # -> Future[WhatFollows]
 
 Engines own the loop over turns; they call `observe` wherever an episode awaits an observation, and
 on one rank of a replica only. A prompt without an environment has one turn: its end is the
@@ -10,29 +10,32 @@ evaluation's are the same every time.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
-from stable_opd_mcore.config.environments import EnvironmentConfig
+from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.data.bridge import Bridge, Observed
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import Message, with_system
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.metrics import Metrics, Sum
-from stable_opd_mcore.records import Sampling
-from stable_opd_mcore.rollout.environments import EnvironmentPool, Step
-from stable_opd_mcore.rollout.episodes import Episode, Observation
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.environment_worker import Answer
+from stable_opd_mcore.rollout.environments import EnvironmentPool
+from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
 from stable_opd_mcore.rollout.noise import row_key
 
 # Metrics environment/...; failed episodes are counted as failures of grading, rollout/grading_*
-COUNTS = ("steps", "replays", "not_repeatable", "neutralised_tokens", "cut_tokens")
+COUNTS = ("answers", "replays", "not_repeatable", "neutralised_tokens", "cut_tokens")
 _LARGEST_SEED = 2**31 - 1
-_NO_ROOM = Observation(finish_reason="length", reward=0.0)  # ends an episode that did not succeed
 
 
 class _Asked(NamedTuple):
@@ -58,7 +61,10 @@ class Interaction:
     system_prompt: str | None = None  # data.system_prompt
     window: int = 0  # the most tokens that the student reads
     teacher_tokenizer: Tokenizer | None = None  # of a teacher with a chat template of its own
-    progress: Callable[[], None] = lambda: None  # called whenever an environment has played a step
+    logs: Path | None = (
+        None  # the beginning of the paths of the workers' files; see EnvironmentPool
+    )
+    progress: Callable[[], None] = lambda: None  # called whenever an environment has answered
 
     def __post_init__(self) -> None:
         self._pools: dict[str, EnvironmentPool] = {}  # one is made for its first episode
@@ -75,25 +81,26 @@ class Interaction:
             if settings.history == "append" and reason is not None:
                 raise DataError(f"environment{f' of {name}' if name else ''}: {reason}")
 
-    def observe(self, episode: Episode, sampling: Sampling, step: int) -> Future[Observation]:
+    def observe(self, episode: Episode, sampling: Sampling, step: int) -> Future[WhatFollows]:
         """What follows the last turn of an episode, or comes before its first one.
 
         Messages that a chat template cannot put there end the episode; `refusal` says why.
         """
-        prompt, seen = episode.prompt, Future[Observation]()
+        prompt, seen = episode.prompt, Future[WhatFollows]()
         if prompt.environment is None:
-            seen.set_result(Observation(finish_reason=episode.turns[-1].finish_reason))
+            seen.set_result(End(episode.turns[-1].finish_reason))
             return seen
         pool = self._pool(prompt.environment)
         asked = _Asked(prompt.environment, _key(episode, sampling, step), episode, sampling)
         if episode.turns:
             last = episode.turns[-1]
-            answer = pool.say(asked.key, last.text, truncated=last.finish_reason == "length")
+            answer = pool.say(asked.key, last.text, truncated=last.finish_reason == Ending.LENGTH)
         else:
-            # Generators of random numbers take seeds from 0 up to this.
-            world = row_key(sampling.seed, step, prompt.prompt_id, 0) & _LARGEST_SEED
-            is_training = sampling.training_step is not None
-            answer = pool.open(asked.key, dict(prompt.columns or {}), world, is_training)
+            seed, is_training = (
+                world_seed(prompt, sampling, step),
+                sampling.training_step is not None,
+            )
+            answer = pool.open(asked.key, dict(prompt.columns or {}), seed, is_training)
         answer.add_done_callback(partial(self._answered, asked, seen))
         return seen
 
@@ -124,7 +131,9 @@ class Interaction:
         if name not in self._pools:
             settings = self.environments[name]
             limits = settings.workers, settings.timeout_seconds, settings.memory_gib
-            self._pools[name] = EnvironmentPool(settings.read(), *limits, progress=self.progress)
+            logs = self.logs and self.logs.with_name(f"{self.logs.name}{_in_a_path(name)}")
+            pool = EnvironmentPool(settings.read(), *limits, progress=self.progress, logs=logs)
+            self._pools[name] = pool
         return self._pools[name]
 
     def _close(self, name: str, key: Hashable) -> None:
@@ -133,62 +142,68 @@ class Interaction:
 
     # ---- in the thread that an environment's answer comes in
 
-    def _answered(self, asked: _Asked, seen: Future[Observation], answer: Future[Step]) -> None:
+    def _answered(
+        self, asked: _Asked, seen: Future[WhatFollows], answered: Future[Answer | None]
+    ) -> None:
         try:
-            step = answer.result()
-            observation = self._observation(asked, step)
-            if observation.finish_reason != "abort" and not step.done:
+            answer = answered.result()
+            what = None if answer is None else self._what_follows(asked, answer)
+            if isinstance(what, End) and answer is not None and not answer.is_last:
                 self._close(asked.environment, asked.key)
-            seen.set_result(observation)
+            seen.set_result(what)
         except BaseException as error:  # raised again where the observation is waited for
             seen.set_exception(error)
 
-    def _observation(self, asked: _Asked, step: Step) -> Observation:
-        if step.failure is not None:
-            self.first_failure = self.first_failure or step.reason
-            return replace(_NO_ROOM, failure=step.failure)
-        if step.not_repeatable:
-            return Observation(begins_anew=True)
-        if step.done:
-            return Observation(finish_reason="stop", reward=step.reward)
+    def _what_follows(self, asked: _Asked, answer: Answer) -> Observed | End:
+        if answer.failure is not None:
+            self._note_failure(asked, answer.reason)
+            return End(Ending.FAILED, answer.reward, answer.failure)
+        if answer.is_last:
+            return End(Ending.STOP, answer.reward)
         settings, finished = self.environments[asked.environment], asked.sampling.training_step
         most = settings.max_turns if finished is None else settings.turns_at(finished)
         if len(asked.episode.turns) >= most:
-            return _NO_ROOM
+            return End(Ending.TURNS, 0.0)
         try:
-            observation = self._encoded(asked, step, settings)
+            observed = self._encoded(asked, answer, settings)
         except DataError as error:  # the run ends later, on all ranks together
             self.refusal = self.refusal or f"prompt {asked.episode.prompt.prompt_id}: {error}"
-            return _NO_ROOM
-        length = len(observation.token_ids)
-        if not observation.restarts:
+            return End(Ending.REFUSED, 0.0)
+        length = len(observed.token_ids)
+        if not observed.restarts:
             length += len(asked.episode.context)
         if length < self.window:
-            return observation
-        if observation.restarts:  # no turn of the student is the cause
-            self.first_failure = self.first_failure or (
+            return observed
+        if observed.restarts:  # no turn of the student is the cause
+            self._note_failure(
+                asked,
                 f"what it yielded as a new context has {length} tokens, and the student reads "
-                f"{self.window}"
+                f"{self.window}",
             )
-            return replace(_NO_ROOM, failure="invalid")
-        return _NO_ROOM
+            return End(Ending.FAILED, 0.0, "invalid")
+        return End(Ending.WINDOW, 0.0)
 
-    def _encoded(self, asked: _Asked, step: Step, settings: EnvironmentConfig) -> Observation:
-        """A step's messages as token ids. Before the first turn, None stands for the prompt.
+    def _note_failure(self, asked: _Asked, reason: str) -> None:
+        self.first_failure = self.first_failure or (
+            f"row {asked.episode.prompt.prompt_id}: {reason}"
+        )
+
+    def _encoded(self, asked: _Asked, answer: Answer, settings: EnvironmentConfig) -> Observed:
+        """An answer's messages as token ids. Before the first turn, None stands for the prompt.
 
         With history=template the whole conversation is rendered anew, from the student's texts.
         """
         episode, bridge = asked.episode, self._bridges[asked.sampling.training_step is None]
         is_first = not episode.turns
-        messages, num_neutralised = bridge.neutralised(step.observed or ())
+        messages, num_neutralised = bridge.neutralised(answer.observed or ())
         num_cut = 0
-        if settings.max_observation_tokens is not None and not is_first and not step.restarts:
+        if settings.max_observation_tokens is not None and not is_first and not answer.restarts:
             messages, num_cut = bridge.shortened(messages, settings.max_observation_tokens)
         conversation: Sequence[Message] = messages
-        if is_first and step.observed is None:
+        if is_first and answer.observed is None:
             conversation = with_system(episode.prompt.messages, self.system_prompt)
-            seen = Observed((), "")
-        elif is_first or step.restarts:
+            seen = Observed()
+        elif is_first or answer.restarts:
             conversation = with_system(messages, self.system_prompt)
             seen = replace(bridge.render(conversation, ()), restarts=True)
         elif settings.history == "append":
@@ -197,18 +212,14 @@ class Interaction:
             said: Message = {"role": "assistant", "content": episode.turns[-1].text}
             conversation = [*episode.conversation, said, *messages]
             seen = bridge.render(conversation, episode.context.tolist())
-        if not (is_first or step.restarts):
+        if not (is_first or answer.restarts):
             self._note({message["role"] for message in messages}, asked.sampling)
         with self._lock:
             if asked.sampling.training_step is not None:
                 self._counts["neutralised_tokens"] += num_neutralised
                 self._counts["cut_tokens"] += num_cut
-        return Observation(
-            seen.token_ids,
-            seen.restarts,
-            self._decoded(seen.token_ids),
-            conversation=tuple(conversation) if settings.history == "template" else (),
-        )
+        rendered = tuple(conversation) if settings.history == "template" else ()
+        return replace(seen, text=self._decoded(seen.token_ids), conversation=rendered)
 
     def _note(self, roles: set[str], sampling: Sampling) -> None:
         """Note the roles of messages that continue a context.
@@ -235,6 +246,27 @@ class Interaction:
     def _decoded(self, token_ids: Sequence[int]) -> str:
         assert self.tokenizer is not None
         return self.tokenizer.decode(token_ids)
+
+
+def world_seed(prompt: Prompt, sampling: Sampling, step: int) -> int:
+    """The seed of a prompt's episodes in a step. Generators of random numbers take one from 0 up to
+    `_LARGEST_SEED`."""
+    return row_key(sampling.seed, step, prompt.prompt_id, 0) & _LARGEST_SEED
+
+
+def with_seeds(rollouts: Sequence[Rollout], sampling: Sampling, step: int) -> list[Rollout]:
+    """The rollouts, those of an environment with the seed of their world."""
+    return [
+        each
+        if each.prompt.environment is None
+        else replace(each, seed=world_seed(each.prompt, sampling, step))
+        for each in rollouts
+    ]
+
+
+def _in_a_path(name: str) -> str:
+    """A source's name as the part of a file's name; "" for the run's own environment."""
+    return name and f"_{re.sub(r'[^A-Za-z0-9.-]+', '_', name)}"
 
 
 def _key(episode: Episode, sampling: Sampling, step: int) -> Hashable:

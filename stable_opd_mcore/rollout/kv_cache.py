@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stable_opd_mcore.models.gated_delta_net import DeltaNetState
-from stable_opd_mcore.models.rotary import rotate, rotations
-from stable_opd_mcore.models.sinks import attend_with_sinks
+from stable_opd_mcore.models.layers.attention_sinks import attend_with_sinks
+from stable_opd_mcore.models.layers.gated_delta_net import DeltaNetState
+from stable_opd_mcore.models.layers.rotary import rotate, rotations
 
 _CELL_BLOCK = 128  # cells are allocated in multiples of this
 
@@ -74,7 +74,8 @@ class KVCache:
         Args:
             queries_and_key: [T, B, G, R + 1, D]: a group's key comes after its queries.
             scale: what scores are multiplied by; None: 1/sqrt(D).
-            sinks, window: the layer's (models/sinks.py). Only a layer with sinks has a window.
+            sinks, window: the layer's (models/layers/attention_sinks.py). Only a layer with sinks
+                has a window.
         """
         T, B, G, heads, D = queries_and_key.shape
         R = heads - 1

@@ -54,8 +54,9 @@ def with_scores(
     scored = [batch for batch in microbatches if batch.is_scored]
     rest = [batch for batch in microbatches if not batch.is_scored]
     for name, scorer in (("teacher", teacher), ("reference", reference), ("behaviour", behaviour)):
-        scores = [] if scorer is None else scorer.score(scored, samples)
-        if scores:
+        if scorer is None or not scored:  # no rollout of this minibatch has a token
+            continue
+        if scores := scorer.score(scored, samples):
             scored = [_with(name, *pair) for pair in zip(scored, scores, strict=True)]
     return scored + rest
 

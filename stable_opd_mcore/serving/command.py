@@ -16,6 +16,8 @@ from stable_opd_mcore.host.cuda_libraries import library_folders
 from stable_opd_mcore.host.network import gloo_settings
 
 PROGRAM = Path(__file__).with_name("launch_server.py")
+# The function of PROGRAM that writes a parameter into a file, as SGLang's processes import it.
+VALUES_WRITER = "__main__.write_parameter"
 _KEY_VARIABLE = "STABLE_OPD_SGLANG_API_KEY"  # passes the key to the child; argv is public
 # SGLang's own defaults for its NCCL. All ranks of a group must agree, so a trainer that sends
 # weights through NCCL takes them too. It then goes without NVLink SHARP (NVLS), which needs cuMem.
@@ -67,6 +69,7 @@ def launch_command(options: ServerOptions, port: int, owner_pid: int) -> list[st
     if options.dummy_weights:
         # Published tensors keep their names: SGLang would put a shared expert among the others.
         command += ["--load-format", "dummy", "--disable-shared-experts-fusion"]
+        command += ["--custom-weight-loader", VALUES_WRITER]
     if options.device == "cpu":
         # without --sleep-on-idle an idle scheduler keeps a core busy
         command += ["--attention-backend", "torch_native", "--sleep-on-idle"]

@@ -23,6 +23,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.serving.channel import receive_message, send_message
 from stable_opd_mcore.serving.exchange import Server, ServerFailure, exchange
@@ -175,12 +176,12 @@ class Worker:
                 raise ServerFailure(server.url, "garbage", detail, transient=True) from error
 
     def _with_text(self, completion: Completion, request: Generation) -> Completion:
-        if self._tokenizer is None or completion.finish_reason == "abort":
+        if self._tokenizer is None or completion.finish_reason == Ending.OPEN:
             return completion
         num_prompt_tokens = len(request.token_ids) - request.num_sampled
         begun = map(int, request.token_ids[num_prompt_tokens:])
         ids = [*begun, *completion.token_ids.tolist()]
-        if completion.finish_reason == "stop":
+        if completion.finish_reason == Ending.STOP:
             ids.pop()
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         return replace(completion, text=text)

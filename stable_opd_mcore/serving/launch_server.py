@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from typing import Any
 
 if any(a == "--device" and b == "cpu" for a, b in zip(sys.argv, sys.argv[1:], strict=False)):
     import sglang_cpu  # tools/sglang_cpu, which `make sglang` installs
@@ -39,6 +40,23 @@ def end_with_owner(pid: int, interval_seconds: float = 0.5) -> None:
 def end_group() -> None:
     """End this server and its workers, without which the process would wait for them for ever."""
     os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def write_parameter(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
+    """Write a parameter into a new file: the first name is the file's, the second the parameter's.
+
+    SGLang calls it in each tensor rank as it would call a loader of weights; nothing is loaded. An
+    error is only printed, because it would end the server.
+    """
+    import torch
+
+    (file, _), (name, _) = named_tensors
+    held = dict([*model.named_parameters(), *model.named_buffers()]).get(name)
+    try:
+        with open(file, "xb") as new:
+            torch.save(None if held is None else held.detach().cpu().clone(), new)
+    except OSError:
+        traceback.print_exc()
 
 
 def main(arguments: list[str]) -> None:

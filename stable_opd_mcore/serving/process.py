@@ -46,10 +46,15 @@ class UnsupportedRelease(ServerStartError):
     """The server's SGLang is too old; starting it again cannot help."""
 
 
+def release_numbers(release: str) -> tuple[int, ...]:
+    """The first three numbers of a release of SGLang."""
+    return tuple(map(int, re.findall(r"\d+", release)[:3]))
+
+
 def check_release(release: str, where: str) -> None:
     """Refuse a release of SGLang that is older than RELEASE; warn about a newer one. Three numbers
     count. A build from source may state 0.0.0, which counts as newer."""
-    numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
+    numbers = release_numbers(release)
     tested = ".".join(map(str, RELEASE))
     if numbers == (0, 0, 0) or numbers > RELEASE:
         _log.warning("%s runs SGLang %s, which is not tested; %s is", where, release, tested)

@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.records import SequenceScores
 from stable_opd_mcore.serving.exchange import RefusedRequest, ServerFailure
 from stable_opd_mcore.serving.requests import Completion, Generation, Scoring
@@ -52,7 +53,7 @@ def content_of(url: str, path: str, status: int, content: bytes | bytearray) -> 
 def read_completion(response: Any, request: Generation) -> Completion:
     """The response to a request, without its text. Raises UNUSABLE."""
     meta, sampling = response["meta_info"], request.sampling
-    finish = meta["finish_reason"]["type"]
+    finish = _ending(meta["finish_reason"]["type"])
     ids = _ids(response["output_ids"])
     logprobs, scored_ids = _scored(meta["output_token_logprobs"])
     if not np.array_equal(ids, scored_ids):
@@ -62,9 +63,9 @@ def read_completion(response: Any, request: Generation) -> Completion:
     (cached,) = _ids([meta.get("cached_tokens") or 0])
     last = int(ids[-1]) if len(ids) else None
     if last in sampling.stop_token_ids:
-        finish = "stop"  # SGLang states "length" for a stop token at max_new_tokens
-    elif finish == "abort" and len(ids) == sampling.max_new_tokens:
-        finish = "length"  # aborted while its last token was sampled
+        finish = Ending.STOP  # SGLang states "length" for a stop token at max_new_tokens
+    elif finish == Ending.OPEN and len(ids) == sampling.max_new_tokens:
+        finish = Ending.LENGTH  # aborted while its last token was sampled
     _require_usable(ids, finish, request)
     experts = None
     if request.routing is not None and len(ids):
@@ -73,18 +74,24 @@ def read_completion(response: Any, request: Generation) -> Completion:
     return Completion(ids, logprobs, finish, versions, int(cached), experts)
 
 
-def _require_usable(ids: NDArray[np.int32], finish: Any, request: Generation) -> None:
+def _ending(finish_reason: Any) -> Ending:
+    """Why a response ended, from SGLang's reason. An aborted one may get more tokens."""
+    known = {"stop": Ending.STOP, "length": Ending.LENGTH, "abort": Ending.OPEN}
+    if finish_reason not in known:
+        raise ValueError(f"finish reason {finish_reason!r}, expected stop, length or abort")
+    return known[finish_reason]
+
+
+def _require_usable(ids: NDArray[np.int32], finish: Ending, request: Generation) -> None:
     """Refuse a response that does not fit the request."""
     longest, stops = request.sampling.max_new_tokens, request.sampling.stop_token_ids
-    least = 0 if finish == "abort" else 1
+    least = 0 if finish == Ending.OPEN else 1
     if not least <= len(ids) <= longest:
         raise ValueError(f"{len(ids)} tokens, requested {least} to {longest}")
     _require_below(ids, request.vocab_size)
-    if finish not in ("stop", "length", "abort"):
-        raise ValueError(f"finish reason {finish!r}, expected stop, length or abort")
-    if finish == "stop" and int(ids[-1]) not in stops:
-        raise ValueError(f"finish reason {finish!r} with last token {ids[-1]}")
-    if finish == "length" and len(ids) != longest:
+    if finish == Ending.STOP and int(ids[-1]) not in stops:
+        raise ValueError(f"finish reason 'stop' with last token {ids[-1]}")
+    if finish == Ending.LENGTH and len(ids) != longest:
         raise ValueError(f"finish reason 'length' after {len(ids)} of {longest} tokens")
 
 

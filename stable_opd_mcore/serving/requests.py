@@ -11,8 +11,9 @@ import numpy as np
 import orjson
 from numpy.typing import DTypeLike, NDArray
 
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.records import FinishReason, Sampling, SequenceScores
+from stable_opd_mcore.records import Sampling, SequenceScores
 
 _EXCLUDED_LOGIT_BIAS = -1e9  # gives probability 0; JSON has no infinity
 # Every sampling setting is sent: for those left out, a server may have defaults of its own.
@@ -94,7 +95,7 @@ class Completion:
 
     token_ids: NDArray[np.int32]  # [L], with its stop token
     logprobs: NDArray[np.float32]  # [L], full softmax at the sampling temperature
-    finish_reason: FinishReason
+    finish_reason: Ending  # open: its request was aborted before it ended
     weight_versions: tuple[str, ...]  # several, in order, if the weights changed meanwhile
     cached_tokens: int  # prompt tokens that the server's prefix cache held
     # int16 [prompt and response tokens - 1, layers, experts of a token]; None: not requested

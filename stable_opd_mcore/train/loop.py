@@ -7,32 +7,30 @@ rows after its checkpoint and writes them again.
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.checks.checklist import check_run, refuse_errors
-from stable_opd_mcore.checks.input_hashes import refuse_changed_base
-from stable_opd_mcore.checks.lazy_inputs import RunInputs
-from stable_opd_mcore.checks.output_directory import settings_changes
 from stable_opd_mcore.config.cold_start import after_cold_start, cold_start_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import DONE, REQUEUE, RunDirectory
-from stable_opd_mcore.models.huggingface import export_hf
-from stable_opd_mcore.models.peft_directory import export_adapter, mark_positions
+from stable_opd_mcore.inputs.changed_settings import settings_changes
+from stable_opd_mcore.inputs.hashes import refuse_changed_base
+from stable_opd_mcore.inputs.run_inputs import RunInputs
+from stable_opd_mcore.models.files.huggingface import export_hf
+from stable_opd_mcore.models.files.peft_directory import export_adapter, mark_positions
 from stable_opd_mcore.models.weights import architecture_of
-from stable_opd_mcore.monitoring.report import write_report
-from stable_opd_mcore.monitoring.sinks import Sinks, read_metrics
+from stable_opd_mcore.monitoring.metric_sinks import MetricSinks, read_metrics
 from stable_opd_mcore.parallel.rendezvous import naming_lost_ranks
-from stable_opd_mcore.parallel.world import World, stop_world
+from stable_opd_mcore.parallel.world import World, on_first_rank, stop_world
 from stable_opd_mcore.rollout.engine import EngineLost
 from stable_opd_mcore.serving.teacher import TeacherLost
 from stable_opd_mcore.train import phases
-from stable_opd_mcore.train.evaluated_model import mark_trained
-from stable_opd_mcore.train.evaluation import evaluate_student
+from stable_opd_mcore.train.held_out import evaluate_student
 from stable_opd_mcore.train.loss_weights import loss_weights_of
 from stable_opd_mcore.train.oversight.measures import (
     is_collapsed,
@@ -52,15 +50,17 @@ from stable_opd_mcore.train.persistence.checkpoint import (
 )
 from stable_opd_mcore.train.persistence.resolved_configs import (
     keep_resolved,
-    on_first_rank,
     take_directory,
 )
 from stable_opd_mcore.train.persistence.rollout_writer import write_step
 from stable_opd_mcore.train.persistence.state import TrainState
+from stable_opd_mcore.train.persistence.stored_models import mark_trained
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.token_values import write_token_values
-from stable_opd_mcore.train.setup import build_run, place_of, start_configured_world
+from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.step import train_step
+
+Report = Callable[[RunDirectory], None]  # writes the report of a directory
 
 
 @dataclass(frozen=True)
@@ -70,25 +70,28 @@ class Session:
     world: World
     stop: StopSignals
     watchdog: Watchdog
+    report: Report
     show_progress: bool
     accept_changes: bool
 
+    def write_reports(self, files: RunDirectory) -> None:
+        """Write summary.json and the report of a directory."""
+        _write_summary(files)
+        self.report(files)
 
-def train(config: Config, show_progress: bool = True, accept_changes: bool = False) -> Path:
+
+def train_run(inputs: RunInputs, world: World, report: Report, show_progress: bool = True) -> Path:
     """Train to the last step, from the newest checkpoint if there is one; return the run directory.
+    Ends the world.
 
     Args:
-        accept_changes: resume with settings that differ from those of the checkpoints.
+        report: called on rank 0 with a directory whose training has ended.
 
     Raises:
         Stopped: a signal stopped the run between two steps; a checkpoint is saved.
-        UserError: the checks before the start find an error, such as another run in the directory
-            or settings that differ from the checkpoints' and are not accepted.
+        UserError: settings, data, weights or layout that do not fit together.
     """
-    world = start_configured_world(config)
-    inputs = RunInputs(config, place_of(world), accept_changes)
-    on_first_rank(world, lambda: _check(inputs, show_progress))
-    home = config.run.path
+    config, home = inputs.config, inputs.config.run.path
     stop = StopSignals(world.device)
     with ExitStack() as stack:
         stack.enter_context(naming_lost_ranks())
@@ -97,7 +100,7 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
         watchdog = stack.enter_context(
             Watchdog(config.fault.watchdog_minutes, config.run.files.stacks, world.rank)
         )
-        session = Session(world, stop, watchdog, show_progress, accept_changes)
+        session = Session(world, stop, watchdog, report, show_progress, inputs.accept_changes)
         try:
             if config.cold_start is not None:
                 inputs = RunInputs(_after_cold_start(config, session))
@@ -112,14 +115,6 @@ def train(config: Config, show_progress: bool = True, accept_changes: bool = Fal
         write_outcome(home, DONE, config.train.steps)
         stop_world()
     return home
-
-
-def _check(inputs: RunInputs, show: bool) -> None:
-    """Print what `stable-opd check` finds, before any model is loaded, and raise its errors."""
-    report = check_run(inputs)
-    if show:
-        print(report.without_errors(), file=sys.stderr, flush=True)
-    refuse_errors(report)
 
 
 def _after_cold_start(config: Config, session: Session) -> Config:
@@ -163,7 +158,7 @@ def _train_directory(inputs: RunInputs, session: Session) -> None:
         stack.callback(run.engine.close)
         stack.enter_context(run.grader)
         first_row = state.step + 1 if state.step else 0  # row 0: the evaluation before training
-        sinks = Sinks(files.path, config, first_row) if is_first_rank else None
+        sinks = MetricSinks(files.path, config, first_row) if is_first_rank else None
         if sinks is not None:
             stack.enter_context(sinks)
             if changed:
@@ -193,7 +188,7 @@ def _train_directory(inputs: RunInputs, session: Session) -> None:
         run.memory.hold(*phases.EXPORT)  # while there are servers that may have the device
     _export(run, max(state.step, config.train.steps))
     if is_first_rank:
-        _report(files)
+        session.write_reports(files)
     terminal.say(f"finished: {files.model} is the model, {files.report} the report")
 
 
@@ -219,7 +214,7 @@ def _train_steps(
     state: TrainState,
     saver: CheckpointSaver,
     session: Session,
-    sinks: Sinks | None,
+    sinks: MetricSinks | None,
     terminal: Terminal,
 ) -> None:
     """Train from `state` to the last step.
@@ -229,7 +224,7 @@ def _train_steps(
         CollapsedError: the guard stopped the run, now or before it was resumed.
     """
     config = run.config
-    refuse_collapsed(run, state, _report)
+    refuse_collapsed(run, state, session.write_reports)
     state = roll_back(run, state)
     while state.step < config.train.steps:
         try:
@@ -264,7 +259,7 @@ def _train_steps(
         checkpoint = _save(run, state, saver) if save_now else None
         terminal.step_done(state.step, metrics.values_by_key(), result.rollouts)
         session.watchdog.step_done()
-        refuse_collapsed(run, state, _report)
+        refuse_collapsed(run, state, session.write_reports)
         if reason and state.step < config.train.steps:
             raise Stopped(state.step, reason, checkpoint)
 
@@ -303,11 +298,10 @@ def _due(step: int, every: int, config: Config) -> bool:
     return bool(every) and (step % every == 0 or step == config.train.steps)
 
 
-def _report(files: RunDirectory) -> None:
-    """Write summary.json, the last value of every metric, and report.html."""
+def _write_summary(files: RunDirectory) -> None:
+    """Write summary.json: the last value of every metric."""
     last: dict[str, float] = {}
     for row in read_metrics(files.metrics):
         last |= {key: value for key, value in row.items() if value is not None}
     text = json.dumps(last, indent=1, sort_keys=True)
     write_atomically(files.summary, text.encode())
-    write_report([files.path], files.report)

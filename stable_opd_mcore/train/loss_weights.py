@@ -8,7 +8,7 @@ checkpoint.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stable_opd_mcore.config.objectives import AdaptiveSection
+from stable_opd_mcore.config.objective_settings import AdaptiveSection
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.train.oversight.guard import GuardState
 

@@ -13,16 +13,16 @@ from torch import Tensor
 from stable_opd_mcore.config.models import ReferenceConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.training import Fp8
-from stable_opd_mcore.models.gpt import Precision, build_model
-from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
-from stable_opd_mcore.models.huggingface import load_hf
-from stable_opd_mcore.models.lora import factors_as, set_factors, sharded_factors, values_of
-from stable_opd_mcore.models.megatron_checkpoint import (
+from stable_opd_mcore.models.files.huggingface import load_hf
+from stable_opd_mcore.models.files.megatron_checkpoint import (
     is_megatron,
     load_weights,
     set_weights,
     weights_of,
 )
+from stable_opd_mcore.models.gpt import Precision, build_model
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
+from stable_opd_mcore.models.lora import factors_as, set_factors, sharded_factors, values_of
 from stable_opd_mcore.models.weights import architecture_of, copy_weights, refuse_non_finite
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World

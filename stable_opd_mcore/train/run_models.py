@@ -16,17 +16,17 @@ from stable_opd_mcore.config.schema import Config, ModelConfig, TeacherConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.inputs.loading import configured_architecture, refuse_small_vocabulary
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.output_head import Head, align_head
+from stable_opd_mcore.models.files.huggingface import require_base
+from stable_opd_mcore.models.files.peft_directory import load_adapter
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
-from stable_opd_mcore.models.huggingface import require_base
 from stable_opd_mcore.models.lora import adapt, base_only, factors_as, values_of
-from stable_opd_mcore.models.peft_directory import load_adapter
 from stable_opd_mcore.models.weights import random_weights
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, Sample
-from stable_opd_mcore.run_inputs import configured_architecture, refuse_small_vocabulary
 from stable_opd_mcore.sample_facts import SampleWeights
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer

@@ -5,29 +5,29 @@ from typing import Any
 
 import torch
 
-from stable_opd_mcore.checks.lazy_inputs import Place, RunInputs
 from stable_opd_mcore.config.changes import by_dotted_key
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.evaluation.grading import Grader, Rewards
-from stable_opd_mcore.models.gated_delta_net import delta_net_engine
-from stable_opd_mcore.models.spec import fp8_engine
-from stable_opd_mcore.parallel.determinism import make_deterministic
-from stable_opd_mcore.parallel.world import World, ranks_on_this_machine, start_world
-from stable_opd_mcore.planning.hardware import DEVICES, Cluster
-from stable_opd_mcore.planning.known_models import models_in_trainer
-from stable_opd_mcore.rollout.build_engine import build_engine, embedded_engine, training_sampling
-from stable_opd_mcore.rollout.engine import RolloutEngine
-from stable_opd_mcore.rollout.sglang.group import prepare_nccl
-from stable_opd_mcore.rollout.sglang.server_setup import refuse_expandable_segments
-from stable_opd_mcore.run_inputs import (
+from stable_opd_mcore.inputs.loading import (
     configured_architecture,
     episode_template,
     prompt_order,
     refuse_long_support,
     refuse_routing_without_experts,
 )
+from stable_opd_mcore.inputs.run_inputs import Place, RunInputs
+from stable_opd_mcore.models.attention_backend import Batch, attention_lines
+from stable_opd_mcore.models.layers.gated_delta_net import delta_net_engine
+from stable_opd_mcore.models.spec import fp8_engine
+from stable_opd_mcore.parallel.determinism import make_deterministic
+from stable_opd_mcore.parallel.world import World, ranks_on_this_machine, start_world
+from stable_opd_mcore.placement.hardware import DEVICES, Cluster
+from stable_opd_mcore.rollout.build_engine import build_engine, embedded_engine, training_sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine
+from stable_opd_mcore.rollout.sglang.group import prepare_nccl
+from stable_opd_mcore.rollout.sglang.server_setup import refuse_expandable_segments
 from stable_opd_mcore.train.phases import device_memory
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.run_models import RunModels
@@ -58,7 +58,7 @@ def common_settings(config: Config) -> dict[str, Any]:
 
 
 def place_of(world: World) -> Place:
-    """This job's GPUs, by their short name where planning/hardware.py has it."""
+    """This job's GPUs, by their short name where placement/hardware.py has it."""
     ranks_per_node = ranks_on_this_machine()
     nodes = world.world_size // ranks_per_node
     if world.device.type == "cpu":
@@ -104,6 +104,8 @@ def build_run(
     overlap = models.overlap(teacher, tokenizer.stop_token_ids, teacher_stops)
     served_teacher = models.served_teacher(teacher, overlap)
     heads = models.heads(teacher, reference, overlap and overlap.teacher.scorer)
+    for line in attention_lines([models.student, models.frozen], largest_batch(inputs)):
+        say(line)
     memory = device_memory(config, world, student, models.frozen, heads)
     is_served = served_teacher is not None
     if config.rollout.has_servers:
@@ -135,6 +137,12 @@ def build_run(
         order=prompt_order(config, prompts),
         grader=Grader(rewards=rewards_of(config)),
     )
+
+
+def largest_batch(inputs: RunInputs) -> Batch:
+    """The largest micro-batch, of sequences whose length is at least what may follow a prompt."""
+    longest = int(min(inputs.config.longest_context, inputs.architecture.max_positions))
+    return Batch(max(inputs.config.train.micro_batch_tokens, longest), longest)
 
 
 def _held_out_engine(
@@ -170,7 +178,7 @@ def models_text(config: Config) -> str:
         start = "" if lora.path is None else f" from {lora.path}"
         found[0] += f" with low-rank factors of rank {lora.rank}{start}"
     engines = [fp8_engine()] if config.fp8.is_on else []
-    read = {role: configured_architecture(m) for role, m in models_in_trainer(config).items()}
+    read = {role: configured_architecture(m) for role, m in config.models_in_trainer.items()}
     if any(architecture.delta_net for architecture in read.values()):
         engines.append(delta_net_engine())
     if packed := [role for role, architecture in read.items() if architecture.mxfp4]:

@@ -220,7 +220,9 @@ def adapted_and_guarded(
 
 def _horizon_grows(config: Config, step: int) -> bool:
     """Whether later steps allow longer responses or episodes than the one after `step` steps."""
-    environments = map(config.environment_of, config.data.sources)
-    return config.sampling.budget(step) < config.sampling.max_new_tokens or any(
-        each.turns_at(step) < each.max_turns for each in environments
+    return any(
+        config.sampling.budget(step, config.budget_of(source)) < config.budget_of(source)
+        or environment.turns_at(step) < environment.max_turns
+        for source in config.data.sources
+        for environment in [config.environment_of(source)]
     )

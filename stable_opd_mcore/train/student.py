@@ -21,8 +21,8 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import OptimizerConfig
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
+from stable_opd_mcore.models.layers.routers import Routers
 from stable_opd_mcore.models.lora import base_hash
-from stable_opd_mcore.models.routers import Routers
 
 ADAM_BETA1, ADAM_EPS = 0.9, 1e-8
 

@@ -6,7 +6,7 @@ from stable_opd_mcore.config.cold_start import after_cold_start, cold_start_conf
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.training import Fp8Config
 from stable_opd_mcore.losses.objectives import build_objective
-from tests.planning.cases import CONFIGS
+from tests.commands.plan.cases import CONFIGS
 from tests.train.runs import tiny_config
 
 COLD = {"steps": 2, "lr": 1e-3}

@@ -134,7 +134,7 @@ def test_settings_load_and_plans_are_made_without_torch():
     """Importing torch takes seconds, and a batch script plans before every attempt."""
     code = (
         "import sys; from stable_opd_mcore.config.load import load_config;"
-        "from stable_opd_mcore.planning.plan import Cluster, make_plan;"
+        "from stable_opd_mcore.commands.plan.plan import Cluster, make_plan;"
         f"make_plan(load_config({str(SMOKE)!r}), Cluster(1, 2, 0), 'h200');"
         "sys.exit('torch' in sys.modules)"
     )

@@ -56,7 +56,7 @@ ROLLOUTS = [
     rollout(range(2), "stop", 1.0),
     rollout(range(4), "stop", 0.0, failure="timeout"),
     rollout([*range(30), *[7] * 70], "length", 0.0, "ab" * 100),
-    rollout([], "abort"),
+    rollout([], "abort"),  # in a file of another program
 ]
 
 
@@ -178,8 +178,31 @@ EPISODES = [
         Turn(2, "stop", (5, 6), text="north"),
         reward=1.0,
     ),
-    episode(Turn(4, "length", text="<think>a"), finish="length", reward=0.0, failure="crash"),
+    episode(Turn(4, "length", text="<think>a"), finish="turns", reward=0.0),
 ]
+
+
+@pytest.mark.parametrize("ending", ["stop", "turns", "window", "failed"])
+def test_each_ending_of_an_episode_has_a_metric_of_its_own(ending):
+    """In the middle of its first turn, and before it had one."""
+    failure = "crash" if ending == "failed" else None
+    cut = episode(Turn(8, "length"), finish=ending, reward=0.25, failure=failure)
+    whole = episode(Turn(4, "stop", text="a"), finish=ending, reward=0.25, failure=failure)
+    none = episode(finish=ending, reward=0.25, failure=failure)
+    rollouts = [cut, whole, none] if ending == "failed" else [cut, whole]
+    values = rollout_metrics(rollouts, 8, max_turns={"": 1}).values_by_key()
+    require_known(values)
+    shares = {key: value for key, value in values.items() if "/ending_" in key}
+    assert {key.rpartition("_")[2] for key, value in shares.items() if value} == {ending}
+    assert sum(shares.values()) == 1
+    assert values["rollout/episode_truncation_rate"] == (ending in ("turns", "window"))
+    parts = [values[f"rollout/accuracy{part}"] for part in ("", "_finished", "_truncated")]
+    stopped, was_cut = ending == "stop", ending in ("turns", "window")
+    assert parts == [0.25, 0.25 if stopped else None, 0.25 if was_cut else None]
+    # The turns that there were; an episode that failed before its first one has none.
+    assert values["rollout/truncation_rate"] == 0.5
+    assert values["rollout/response_length_mean"] == 6
+    assert values["rollout/grading_crashes"] == (3 if ending == "failed" else 0)
 
 
 def test_each_turn_is_a_response_and_the_reward_is_the_episodes():
@@ -192,7 +215,6 @@ def test_each_turn_is_a_response_and_the_reward_is_the_episodes():
         "accuracy": 0.5,
         "accuracy_finished": 1.0,
         "accuracy_truncated": 0.0,
-        "grading_crashes": 1.0,
         "loop_rate": 0.25,
         "loop_rate_truncated": 0.5,
         "loop_onset_mean": 0.0,

@@ -118,7 +118,7 @@ def test_the_error_of_a_missing_file_names_the_setting(tmp_path):
         ("reward", "good", "column reward is 'good': Input should be a valid number"),
         ("reward", True, "column reward is True"),
         ("response", None, "column response is None: Input should be a valid string"),
-        ("finish_reason", "eos", "'eos': Input should be 'stop', 'length' or 'abort'"),
+        ("finish_reason", "eos", "'eos': Input should be 'open', 'stop', 'length', 'turns', "),
         (
             "response_token_ids",
             [1, -2, 3],

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stable_opd_mcore.config.objectives import TokenMasksConfig
+from stable_opd_mcore.config.objective_settings import TokenMasksConfig
 from stable_opd_mcore.data.samples import (
     golden_samples,
     mark_off_policy,
@@ -89,11 +89,48 @@ def test_tokens_after_the_first_ones_are_masked():
     assert samples[0].trained.tolist() == [True, True, True, False]
 
 
-def test_truncated_rollouts_are_masked_whole():
-    rollouts = [*ROLLOUTS, rollout(PROMPTS[0], (5, 4), "abort", index=2)]
-    samples = rollout_samples(rollouts, TokenMasksConfig(truncated_rollouts=True))
-    assert [any(s.trained) for s in samples] == [True, False, True, True, False]
-    assert [s.truncated for s in samples] == [False, True, False, False, True]
+@pytest.mark.parametrize(
+    ("setting", "masked"),
+    [
+        (False, {}),
+        (True, {"length": 33, "stop": 2, "turns": 2, "window": 2}),
+        (["turns"], {"turns": 5}),
+        (["window", "turns"], {"window": 5, "turns": 5}),
+        (["length", "window"], {"length": 33, "stop": 2, "turns": 2, "window": 5}),
+    ],
+)
+def test_each_ending_is_masked_where_its_setting_says_so(setting, masked):
+    """An episode has two turns, and the first one was cut at its most tokens."""
+    masks = TokenMasksConfig(truncated_rollouts=setting)
+    turns = Turn(2, "length"), Turn(3, "stop", (6,))
+    rollouts = [ROLLOUTS[1]] + [
+        replace(rollout(PROMPTS[0], (5, 4, 4, 5, 9), ending), turns=turns)
+        for ending in ("stop", "turns", "window")
+    ]
+    samples = rollout_samples(rollouts, masks)
+    found = {
+        r.finish_reason: int((~s.trained).sum()) for r, s in zip(rollouts, samples, strict=True)
+    }
+    assert found == dict.fromkeys(found, 0) | masked
+    assert [s.truncated for s in samples] == [True, False, False, False]
+    assert [s.num_truncated_turns for s in samples] == [1] * 4
+
+
+@pytest.mark.parametrize("failure", ["crash", "timeout", "invalid"])
+def test_an_episode_whose_environment_failed_has_no_loss_and_is_in_no_group(world, failure):
+    turns = (Turn(3, "stop"), Turn(2, "length", (6, 7)))
+    failed = replace(ROLLOUTS[0], token_ids=(5, 4, 9, 5, 4), rollout_logprobs=(-1,) * 5)
+    failed = replace(failed, finish_reason="failed", grading_failure=failure, turns=turns)
+    failed = replace(failed, segments=(), reward=0.0)
+    others = [replace(ROLLOUTS[0], sample_index=n, reward=n / 2) for n in (1, 2)]
+    samples = rollout_samples([failed, *others])
+    assert [len(sample.places) for sample in samples] == [0, 4, 4]
+    objective = build_objective(make_config(objective__name="grpo"), (9,), (9,))
+    facts = gather_facts(world, samples)
+    alone = gather_facts(world, samples[1:])
+    weights, expected = objective.sample_weights(facts), objective.sample_weights(alone)
+    assert weights.advantage_B.tolist() == [0, *expected.advantage_B]
+    assert weights.pg_B.tolist() == [0, *expected.pg_B]
 
 
 TURNS = (

@@ -7,8 +7,8 @@ import pytest
 
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.models.small_files import copy_tokenizer
-from tests.checks.directories import TEMPLATE, write_model
+from stable_opd_mcore.models.files.small_files import copy_tokenizer
+from tests.commands.check.directories import TEMPLATE, write_model
 
 
 @pytest.fixture(scope="module")

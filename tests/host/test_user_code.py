@@ -1,6 +1,7 @@
 """A user's function: found in its file, imported once, and run as it was read."""
 
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,79 @@ def test_what_is_no_fitting_function_is_refused(tmp_path, monkeypatch, named, me
     Path("ends.py").write_text("def f(a, b): ...\nraise SystemExit(0)")
     with pytest.raises(ConfigError, match=message):
         read_user_function(named, ("a", "b"))
+
+
+FILES = {
+    "rules.py": "from dataclasses import dataclass\n@dataclass\nclass Rules:\n    most: int = 3",
+    "game/__init__.py": "from .core import play",
+    "game/core.py": "from . import words\nimport game.deep.down\ndef play(): return words.N",
+    "game/words.py": "N = 5",
+    "game/deep/down.py": "DEEP = 1",
+    "plain/folder.py": "import rules\nN = rules.Rules().most",
+    "late.py": "N = 7",
+    "unused.py": "1 / 0",
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "result", "names"),
+    [
+        ("from rules import Rules\ndef f(a, b): return Rules().most", 3, ["rules.py"]),
+        (
+            "import game\ndef f(a, b): return game.play()",
+            5,
+            ["game/__init__.py", "game/core.py", "game/deep/down.py", "game/words.py"],
+        ),
+        (
+            "from plain.folder import N\ndef f(a, b): return N",
+            3,
+            ["plain/folder.py", "rules.py"],
+        ),
+        ("def f(a, b):\n    from late import N\n    return N", 7, ["late.py"]),
+        ("import json, os.path\ndef f(a, b): return 1", 1, []),
+    ],
+)
+def test_a_file_imports_the_files_of_its_folder_as_they_were_read(tmp_path, source, result, names):
+    for folder, change in (("one", ""), ("two", "N = 11\n")):  # of the same names
+        for name, content in FILES.items():
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / name).write_text(content)
+        (tmp_path / folder / "own.py").write_text(source)
+        (tmp_path / folder / "late.py").write_text(FILES["late.py"] + "\n" + change)
+    read = read_user_function(f"{tmp_path}/one/own.py:f", ("a", "b"))
+    read_user_function(f"{tmp_path}/two/own.py:f", ("a", "b"))
+    assert [name for name, _ in read.neighbours] == names
+    for name in names:
+        (tmp_path / "one" / name).write_text("raise OSError")
+    modules, path = {*sys.modules}, [*sys.path]
+    if "late.py" not in names:  # an import in a function needs a process of its own
+        assert pickle.loads(pickle.dumps(read)).load()(1, 2) == result
+    assert ({*sys.modules} - modules, sys.path) == (
+        {name for name in sys.modules if name.startswith("own_code_")} - modules,
+        path,
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import absent_one", "No module named 'absent_one'; a file can import .* of its folder"),
+        ("from envs.rules import Rules", "No module named 'envs'; a file can import installed"),
+        ("from . import rules", "attempted relative import.*; a file can .*as in `import name`"),
+        ("import rules.more", "'rules' is not a package; a file can import"),
+        ("import yaml", "yaml: a package that is installed has the same name.*; rename yours"),
+    ],
+)
+def test_what_a_file_cannot_import_says_the_rule(tmp_path, monkeypatch, source, message):
+    """From the directory above, as `python -m` puts it on the path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    Path("envs").mkdir()
+    Path("envs/rules.py").write_text(FILES["rules.py"])
+    Path("envs/yaml.py").touch()
+    Path("envs/own.py").write_text(f"{source}\ndef f(a, b): ...")
+    with pytest.raises(ConfigError, match=message):
+        read_user_function("envs/own.py:f", ("a", "b"))
 
 
 def test_what_was_read_runs_in_any_process_after_the_file_has_changed(tmp_path):

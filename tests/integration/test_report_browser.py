@@ -6,17 +6,17 @@ from threading import Thread
 
 import pytest
 
+from stable_opd_mcore.commands.report.chosen_runs import ReportRun
+from stable_opd_mcore.commands.report.figures import FIGURES
+from stable_opd_mcore.commands.report.report import write_report
+from stable_opd_mcore.commands.report.watch import WatchServer
 from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
 from stable_opd_mcore.data.token_files import TokenText, write_tokens
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.monitoring.chosen_runs import ReportRun
-from stable_opd_mcore.monitoring.figures import FIGURES
-from stable_opd_mcore.monitoring.report import write_report
-from stable_opd_mcore.monitoring.sinks import JsonlSink
-from stable_opd_mcore.monitoring.watch import WatchServer
+from stable_opd_mcore.monitoring.metric_sinks import JsonlSink
 from stable_opd_mcore.records import Prompt, Rollout, Turn
+from tests.commands.report.make_run import HOSTILE, make_run
 from tests.integration.browser import BROWSER, Browser
-from tests.monitoring.make_run import HOSTILE, make_run
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 

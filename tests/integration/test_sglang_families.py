@@ -15,9 +15,9 @@ from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.data.samples import rollout_samples
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.routers import Routers
+from stable_opd_mcore.models.layers.routers import Routers
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Sampling

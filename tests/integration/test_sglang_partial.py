@@ -17,9 +17,9 @@ from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.data.samples import rollout_samples
-from stable_opd_mcore.models.factors import factors_of
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.layers.factors import factors_of
 from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, gather_objects, start_world, stop_world
@@ -157,7 +157,7 @@ def await_tokens(engine: SglangEngine, step: int, version: int) -> None:
 
     def all_have() -> bool:
         time.sleep(0.3)
-        unfinished = [r for r in so_far(engine, step) if r.finish_reason == "abort"]
+        unfinished = [r for r in so_far(engine, step) if r.finish_reason == "open"]
         newest = [rollout.segments[-1] for rollout in unfinished]
         have = all(last.num_tokens and last.weight_version == version for last in newest)
         return all(gather_objects(have))

@@ -16,20 +16,25 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.packing import pack
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.models.files.huggingface import export_hf
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.huggingface import export_hf
 from stable_opd_mcore.records import Sample, Sampling
+from stable_opd_mcore.rollout.sglang.checksums import Difference
 from stable_opd_mcore.rollout.sglang.server_setup import model_config
+from stable_opd_mcore.rollout.sglang.server_values import Suspect, compare_values
+from stable_opd_mcore.rollout.sglang.transports import Target
 from stable_opd_mcore.sample_facts import SampleWeights
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.served import ServedScorer
 from stable_opd_mcore.serving.client import RefusedRequest, SglangClient
+from stable_opd_mcore.serving.command import VALUES_WRITER
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
 from stable_opd_mcore.serving.requests import Completion, Generation
 from stable_opd_mcore.serving.teacher import ServedTeacher, Wanted
@@ -74,7 +79,10 @@ def server(world, chunks, tmp_path_factory) -> Iterator[SglangServer]:
         model=str(directory / "model"),
         dummy_weights=False,
         api_key="secret",
-        arguments=(*SERVER_ARGUMENTS, "--preferred-sampling-params", '{"top_k": 1}'),
+        arguments=(
+            *(*SERVER_ARGUMENTS, "--preferred-sampling-params", '{"top_k": 1}'),
+            *("--custom-weight-loader", VALUES_WRITER),  # as a server of the student's has it
+        ),
     )
     server = SglangServer(options, directory / "server.log")
     with started(server):
@@ -116,6 +124,30 @@ def test_samples_share_the_prompt_in_the_prefix_cache(server):
     assert len({tuple(one.token_ids) for one in sampled}) == 3  # the server's own top_k is 1
     assert min(one.cached_tokens for one in sampled) >= 11
     assert {one.weight_versions for one in sampled} == {("default",)}
+
+
+@pytest.mark.parametrize("name", ["self_attn.qkv_proj.weight", "mlp.down_proj.weight"])
+def test_it_shows_the_values_of_a_parameter(server, chunks, tmp_path, name):
+    """In its shape, once equal to the trainer's and once not."""
+    name = f"model.layers.1.{name}"
+    suspect = Suspect(Target("server_0", server.client(), 1), Difference("", 0, name))
+
+    def compared() -> str:
+        return compare_values(chunks, [suspect], tmp_path, torch.float32)["server_0"]
+
+    assert "every value is the same" in compared()
+    changed = [p for n, p in chunks[0].named_parameters() if n.startswith("decoder.layers.1.")]
+    with torch.no_grad():
+        for parameter in changed:
+            parameter.flatten()[3] += 1
+    found = compared()
+    with torch.no_grad():
+        for parameter in changed:
+            parameter.flatten()[3] -= 1
+    assert " 1 of " in found or " 3 of " in found, found
+    assert "values differ, the first at [0, 3]; there the trainer has " in found
+    (file,) = tmp_path.glob("*.safetensors")
+    assert load_file(file)["server"][0, 3] == pytest.approx(load_file(file)["trainer"][3] - 1)
 
 
 def test_a_stop_id_ends_a_response_wherever_it_comes(server):

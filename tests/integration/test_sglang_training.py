@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from stable_opd_mcore.config.load import load_config
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
@@ -214,7 +214,7 @@ def test_episodes_go_on_over_publishes(tmp_path, pair):
     versions = [[part["weight_version"] for part in each] for each in parts]
     assert max(map(len, versions)) == 3
     assert all(each == sorted(set(each)) for each in versions)
-    assert sum(row["environment/steps"] for row in rows(run)) > 0
+    assert sum(row["environment/answers"] for row in rows(run)) > 0
     factors = ("train.steps=3", "optimizer.lr=0.02", "student.lora.rank=4", "kl.beta=0")
     factors += ("rollout.sglang.lora=merged",)
     run = train(tmp_path, "factors", *factors, *settings, ranks=2)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.config.load import load_config
+from tests.commands.plan.cases import QWEN_7B
 from tests.integration.hosts import cannot_make_hosts, hosts
-from tests.planning.cases import QWEN_7B
 
 REPOSITORY = Path(__file__).parents[2]
 SHARED = {"allocation.sh", "common.sh", "rank.sh", "servers.sh"}

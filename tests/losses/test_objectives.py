@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stable_opd_mcore.config.objectives import ObjectiveConfig
+from stable_opd_mcore.config.objective_settings import ObjectiveConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.samples import (
     golden_samples,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.config.objectives import AdvantageConfig, ObjectiveConfig
+from stable_opd_mcore.config.objective_settings import AdvantageConfig, ObjectiveConfig
 from stable_opd_mcore.losses.token_losses import (
     K3_BOUND,
     PolicyLoss,

@@ -7,9 +7,9 @@ import torch
 
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.models import gpt
+from stable_opd_mcore.models.files.megatron_checkpoint import weights_of
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
-from stable_opd_mcore.models.megatron_checkpoint import weights_of
 from stable_opd_mcore.parallel.world import World
 from tests.models import tiny
 

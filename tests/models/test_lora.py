@@ -16,11 +16,11 @@ from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import lora, tensors
-from stable_opd_mcore.models.factors import _multiplied_input, add_to_output, factors_of
-from stable_opd_mcore.models.families import Architecture
-from stable_opd_mcore.models.family import FAMILIES
+from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.models.description.families import FAMILIES
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
+from stable_opd_mcore.models.layers.factors import _multiplied_input, add_to_output, factors_of
 from stable_opd_mcore.models.lora import adapt, base_only, fill_factors, merge
 from stable_opd_mcore.models.tensor_cuts import unshard
 from stable_opd_mcore.models.weights import described_parameters, fill_weights, iter_hf_tensors

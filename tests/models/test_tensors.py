@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stable_opd_mcore.models import tensor_cuts, tensors
-from stable_opd_mcore.models.family import FAMILIES
+from stable_opd_mcore.models.description.families import FAMILIES
 from tests.models import tiny
 
 

@@ -13,8 +13,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from stable_opd_mcore.models.expert_stacks import file_shapes, stacked
-from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
+from stable_opd_mcore.models.files.expert_stacks import file_shapes, stacked
 from stable_opd_mcore.models.lora import factors_of
 from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.records import MicroBatch

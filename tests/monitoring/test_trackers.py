@@ -13,16 +13,16 @@ import pytest
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Mean, Metrics
-from stable_opd_mcore.monitoring.sinks import Sinks
+from stable_opd_mcore.monitoring.metric_sinks import MetricSinks
 from stable_opd_mcore.monitoring.trackers import MlflowSink, WandbSink
-from tests.monitoring.make_run import config
+from tests.commands.report.make_run import config
 
 HAS_WANDB = importlib.util.find_spec("wandb") is not None
 HAS_MLFLOW = all(importlib.util.find_spec(name) for name in ("mlflow", "sqlalchemy", "alembic"))
 
 
 def write(directory, settings: Config, steps, first_step=0):
-    with Sinks(directory, settings, first_step) as sinks:
+    with MetricSinks(directory, settings, first_step) as sinks:
         for step in steps:
             sinks.write(step, Metrics({"loss/pg": Mean(step, 1), "kl/reference": Mean(0, 0)}))
 
@@ -51,7 +51,7 @@ def test_a_missing_package_is_refused_with_its_remedy(
 ):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=rf"the {package} package.*\[trackers\]', or set {off}"):
-        Sinks(tmp_path, config(monitoring={"tensorboard": False, **settings}), first_step=0)
+        MetricSinks(tmp_path, config(monitoring={"tensorboard": False, **settings}), first_step=0)
 
 
 @pytest.mark.skipif(not HAS_WANDB, reason="needs wandb")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import transformer_config
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import metrics_of, tiny_architecture, tiny_config
 

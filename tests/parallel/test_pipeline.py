@@ -14,10 +14,10 @@ from torch import Tensor
 
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.files.huggingface import export_hf, load_hf
+from stable_opd_mcore.models.files.safetensors_files import TensorFiles
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
-from stable_opd_mcore.models.huggingface import export_hf, load_hf
-from stable_opd_mcore.models.safetensors_files import TensorFiles
 from stable_opd_mcore.models.weights import copy_weights
 from stable_opd_mcore.parallel.pipeline import run_forward_backward
 from stable_opd_mcore.parallel.world import (

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from stable_opd_mcore.config.environments import EnvironmentConfig
+from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
@@ -43,7 +43,7 @@ class GreedyServer:
         left, context = request.sampling.max_new_tokens, tuple(map(int, request.token_ids))
         asked = replace(request.sampling, max_new_tokens=min(left, PIECE), num_samples=1)
         (piece,) = self.engine.generate([Prompt("s:0", "", context)], asked, step=0)
-        reason = "abort" if piece.finish_reason == "length" and left > PIECE else None
+        reason = "open" if piece.finish_reason == "length" and left > PIECE else None
         turn = [*context[len(context) - request.num_sampled :], *piece.token_ids.tolist()]
         text = self.engine.decode(turn[:-1] if piece.finish_reason == "stop" else turn)
         reply = Future[Completion]()

@@ -7,7 +7,7 @@ import pytest
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.build_engine import build_engine, training_sampling

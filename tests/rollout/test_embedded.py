@@ -10,9 +10,9 @@ from transformers import GptOssForCausalLM, Qwen2ForCausalLM, Qwen3_5ForCausalLM
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
 from stable_opd_mcore.data.samples import rollout_samples
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.models.files.huggingface import load_hf
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.records import Prompt, Rollout, Sampling, Segment
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.scoring.megatron import MegatronScorer

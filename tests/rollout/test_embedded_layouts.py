@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.models.files.huggingface import load_hf
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.scoring.megatron import MegatronScorer

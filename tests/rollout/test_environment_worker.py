@@ -6,7 +6,8 @@ import psutil
 import pytest
 
 from stable_opd_mcore.host.user_code import read_user_function
-from stable_opd_mcore.rollout.environments import EnvironmentPool, Step
+from stable_opd_mcore.rollout.environment_worker import Answer
+from stable_opd_mcore.rollout.environments import EnvironmentPool
 from tests.rollout.test_environments import get, processes
 
 FILE = """
@@ -75,9 +76,9 @@ def evaluated_pool(tmp_path_factory):
 def test_what_is_no_observation_and_no_reward_is_invalid(evaluated_pool, values, reason):
     key = str(values)
     step = get(evaluated_pool.open(key, {"values": values}, 0))
-    while not step.done:
+    while not step.is_last:
         step = get(evaluated_pool.say(key, ""))
-    assert (step.reward, step.failure, step.replays) == (0.0, "invalid", 1)
+    assert (step.reward, step.failure) == (0.0, "invalid")
     assert re.search(reason, step.reason), step.reason
 
 
@@ -96,13 +97,13 @@ def test_texts_messages_and_new_contexts_are_observed(evaluated_pool):
     found = [get(evaluated_pool.open("good", {"values": values}, 0))]
     found += [get(evaluated_pool.say("good", "\ud800")) for _ in values[1:]]
     assert found == [
-        Step(),
-        Step(({"role": "user", "content": ""},)),
-        Step((tool, user)),
-        Step((user,), restarts=True),
-        Step(({"role": "system", "content": "a"}, user), restarts=True),
-        Step(({"role": "user", "content": "? \U0001f600"},)),  # tokenizers refuse half a pair
-        Step(done=True, reward=1.0),
+        Answer(),
+        Answer(({"role": "user", "content": ""},)),
+        Answer((tool, user)),
+        Answer((user,), restarts=True),
+        Answer(({"role": "system", "content": "a"}, user), restarts=True),
+        Answer(({"role": "user", "content": "? \U0001f600"},)),  # tokenizers refuse half a pair
+        Answer(reward=1.0),
     ]
 
 

@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.user_code import read_user_function
 from stable_opd_mcore.rollout import environments
-from stable_opd_mcore.rollout.environments import Step
+from stable_opd_mcore.rollout.environment_worker import Answer
+from stable_opd_mcore.rollout.environments import EnvironmentPool
 from tests.processes import wait_until_ended
 
 pytestmark = pytest.mark.slow
@@ -81,12 +83,16 @@ def in_this_process(row, seed):
 """
 
 
-def get(future: Future[Step]) -> Step:
+def get(future: Future[Answer | None]) -> Answer | None:
     return future.result(60)
 
 
-def texts(step: Step) -> list[tuple[str, str]] | None:
-    return None if step.observed is None else [(m["role"], m["content"]) for m in step.observed]
+def texts(step: Answer | None) -> list[tuple[str, str]] | None:
+    return (
+        None
+        if step is None or step.observed is None
+        else [(m["role"], m["content"]) for m in step.observed]
+    )
 
 
 def processes(pool):
@@ -135,26 +141,26 @@ def episode(row, seed):
 def test_the_example_with_a_small_game(pool_of):
     pool = pool_of(EXAMPLE, "episode")
     assert texts(get(pool.open("a", {"game": 3}, 0))) == [("user", "Guess a number.")]
-    assert get(pool.say("a", "1")) == Step(({"role": "user", "content": "higher"},))
-    assert get(pool.say("a", "3")) == Step(done=True, reward=1.0)
-    assert pool.take_counts() == Counter(steps=3)
+    assert get(pool.say("a", "1")) == Answer(({"role": "user", "content": "higher"},))
+    assert get(pool.say("a", "3")) == Answer(reward=1.0)
+    assert pool.take_counts() == Counter(answers=3)
     assert pool.take_counts() == Counter()
 
 
 def test_many_episodes_over_two_workers_keep_their_order(pool_of):
     pool = pool_of(FILE, "count", workers=2)
-    results: dict[int, list[Step]] = {key: [] for key in range(60)}
+    results: dict[int, list[Answer]] = {key: [] for key in range(60)}
     are_done = threading.Event()
 
-    def go_on(key: int, future: Future[Step]) -> None:
+    def go_on(key: int, future: Future[Answer | None]) -> None:
         """Called in a worker's thread, as an engine would be."""
         steps = results[key]
         steps.append(future.result())
-        if not steps[-1].done:
+        if not steps[-1].is_last:
             turn = len(steps) - 1
             again = pool.say(key, f"t{turn}", truncated=turn == 1)
             again.add_done_callback(lambda found: go_on(key, found))
-        elif all(found and found[-1].done for found in results.values()):
+        elif all(found and found[-1].is_last for found in results.values()):
             are_done.set()
 
     for key in results:
@@ -164,7 +170,7 @@ def test_many_episodes_over_two_workers_keep_their_order(pool_of):
     for key, steps in results.items():
         turns = 1 + key % 5
         assert [texts(step) for step in steps[:-1]] == expected_texts(key, turns)
-        assert steps[-1] == Step(done=True, reward=turns / 10)
+        assert steps[-1] == Answer(reward=turns / 10)
     assert len(processes(pool)) == 2
     assert [worker.num_episodes for worker in pool._workers] == [0, 0]
     assert all(not process.episodes for process in processes(pool))
@@ -182,19 +188,19 @@ def test_a_process_killed_between_steps_costs_no_episode_anything(pool_of, kille
 
     steps = played(pool, "a", 3, kill)
     assert [texts(step) for step in steps[:-1]] == expected_texts("a", 3)
-    assert steps[-1] == Step(done=True, reward=0.3, replays=1)
-    assert [get(pool.say(key, "t")) for key in "bc"] == [Step(done=True, reward=0.1, replays=1)] * 2
-    assert pool.take_counts() == Counter(steps=8, replays=3)
+    assert steps[-1] == Answer(reward=0.3)
+    assert [get(pool.say(key, "t")) for key in "bc"] == [Answer(reward=0.1)] * 2
+    assert pool.take_counts() == Counter(answers=8, replays=3)
 
 
 @pytest.mark.parametrize(
     ("how", "failure", "reason"),
     [
         ("raise", "crash", r"KeyError: 'the door' \(.*envs0.py, line 31\)"),
-        ("hang", "timeout", "a step took longer than environment.timeout_seconds=2"),
-        ("kill", "crash", r"a step ended its process, by signal 9 \(Killed\)"),
-        ("quit", "crash", "a step ended its process, with exit code 1"),
-        ("memory", "crash", "a step needed more memory than environment.memory_gib=4"),
+        ("hang", "timeout", "an answer took longer than environment.timeout_seconds=2"),
+        ("kill", "crash", r"it ended its process, by signal 9 \(Killed\)"),
+        ("quit", "crash", "it ended its process, with exit code 1"),
+        ("memory", "crash", "an answer needed more memory than environment.memory_gib=4"),
     ],
 )
 def test_an_episode_that_fails_is_played_again_once(
@@ -202,14 +208,14 @@ def test_an_episode_that_fails_is_played_again_once(
 ):
     pool = pool_of(FILE, "fail", timeout_seconds=2.0 if how == "hang" else 20.0)
     for key in ("other", "once", "twice"):
-        assert get(pool.open(key, {}, 0)) == Step()
+        assert get(pool.open(key, {}, 0)) == Answer()
         assert texts(get(pool.say(key, ""))) == [("user", "go on")]
     pool.take_counts()
     found = get(pool.say("once", f"{how} {tmp_path}/once"))
-    assert (texts(found), found.failure, found.replays) == ([("user", "go on")], None, 1)
-    pool.take_counts()
+    assert (texts(found), found.failure) == ([("user", "go on")], None)
+    assert pool.take_counts()["replays"] == 1
     found = get(pool.say("twice", how))
-    assert (found.done, found.reward, found.failure) == (True, 0.0, failure)
+    assert (found.reward, found.failure) == (0.0, failure)
     assert re.fullmatch(reason, found.reason), found.reason
     assert pool.take_counts()[failure] == 1
     assert get(pool.say("other", "end")).reward == 1
@@ -223,12 +229,12 @@ def test_an_episode_that_fails_is_played_again_once(
 def test_an_error_is_played_again_in_another_process(pool_of):
     """What is broken in one process must not end the episodes that could be played elsewhere."""
     pool = pool_of(FILE, "in_this_process", workers=2)
-    assert [get(pool.open(key, {}, 0)) for key in range(3)] == [Step()] * 3
+    assert [get(pool.open(key, {}, 0)) for key in range(3)] == [Answer()] * 3
     broken, other = processes(pool)
     for key in range(3):
         pool.close(key)
-    assert get(pool.open("a", {}, 0)) == Step(replays=1)
-    assert get(pool.open("b", {}, 0)) == Step()
+    assert get(pool.open("a", {}, 0)) == Answer()
+    assert get(pool.open("b", {}, 0)) == Answer()
     assert processes(pool)[0] != broken
     assert processes(pool)[1] == other
     assert get(pool.say("a", "")).reward == get(pool.say("b", "")).reward == 1
@@ -239,10 +245,10 @@ def test_an_environment_that_answers_otherwise_begins_anew(pool_of):
     get(pool.open("a", {}, 0))
     first = get(pool.say("a", "x"))
     os.kill(processes(pool)[0].pid, signal.SIGKILL)
-    assert get(pool.say("a", "y")) == Step(not_repeatable=True, replays=1)
-    assert get(pool.open("a", {}, 0)) == Step()
+    assert get(pool.say("a", "y")) is None
+    assert get(pool.open("a", {}, 0)) == Answer()
     assert texts(get(pool.say("a", "x"))) != texts(first)
-    assert pool.take_counts() == Counter(steps=5, replays=1, not_repeatable=1)
+    assert pool.take_counts() == Counter(answers=5, replays=1, not_repeatable=1)
 
 
 def test_failures_of_an_episode_that_begins_anew_count_on(pool_of, tmp_path):
@@ -252,8 +258,8 @@ def test_failures_of_an_episode_that_begins_anew_count_on(pool_of, tmp_path):
         get(pool.open("a", {}, 0))
         get(pool.say("a", ""))
         found = get(pool.say("a", "kill"))
-        assert found.not_repeatable == (expected == "not_repeatable")
-    assert (found.done, found.failure, found.replays) == (True, "crash", 0)
+        assert (found is None) == (expected == "not_repeatable")
+    assert (found.reward, found.failure) == (0.0, "crash")
 
 
 def test_closed_episodes_run_their_finally(pool_of, tmp_path):
@@ -264,7 +270,7 @@ def test_closed_episodes_run_their_finally(pool_of, tmp_path):
     pool.close(0)
     pool.close(0)  # nothing
     pool.close(1)  # ends the process
-    assert get(pool.say(2, "")) == Step(done=True, reward=1.0, replays=1)
+    assert get(pool.say(2, "")) == Answer(reward=1.0)
     assert [file.read_text() for file in files] == ["closed"] * 3
 
 
@@ -300,6 +306,28 @@ def test_shutdown_ends_all_processes_and_cancels_what_is_asked_for(pool_of, tmp_
         with pytest.raises(CancelledError):
             get(future)
     pool.shutdown()
+
+
+def test_each_worker_has_a_file_of_what_its_episodes_print_and_raise(tmp_path):
+    path = tmp_path / "envs.py"
+    path.write_text(
+        "import sys\ndef episode(row, seed):\n    said = yield None\n    print('it said', said)\n"
+        "    sys.stderr.write('more\\n')\n    from words import TABLE\n"
+        "    return TABLE[said]\n"
+    )
+    (tmp_path / "words.py").write_text("TABLE = {'1': 1.0}")
+    function = read_user_function(f"{path}:episode", ("row", "seed"))
+    pool = EnvironmentPool(function, workers=2, logs=tmp_path / "logs" / "rank_0")
+    for key, said in enumerate(("1", "2", "3")):
+        get(pool.open(key, {}, 0))
+        get(pool.say(key, said))
+    pool.shutdown()
+    files = sorted((tmp_path / "logs").iterdir())
+    assert [file.name for file in files] == ["rank_0_worker_0.log", "rank_0_worker_1.log"]
+    text = "".join(file.read_text() for file in files)
+    assert text.count("it said 1\nmore\n") == 1
+    for said in "23":  # each fails twice
+        assert text.count(f"it said {said}\n") == text.count(f"KeyError: '{said}'\n") == 2
 
 
 def test_shutdown_closes_generators(pool_of, tmp_path):

@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 
+from stable_opd_mcore.data.bridge import Observed
 from stable_opd_mcore.data.samples import rollout_samples
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.records import Prompt, Sampling, Segment, Turn
-from stable_opd_mcore.rollout.episodes import Episode, Observation
+from stable_opd_mcore.rollout.episodes import End, Episode
 
 BEGUN = Episode.begin(Prompt("a", "", (1, 2)), 3, 1)
 ASKED = Episode.begin(Prompt("a", "", (1, 2), environment=""), 3, 1)
-END = Observation(finish_reason="stop")
+END = End(Ending.STOP)
 SAMPLING = Sampling(max_new_tokens=4)
 WINDOW = 12
 
@@ -23,16 +25,16 @@ def drawn(episode: Episode, *ids: int, reason="stop", version=2) -> Episode:
 
 
 def test_without_an_observation_the_first_turn_is_the_episode():
-    assert BEGUN.rollout().finish_reason == "abort"
+    assert BEGUN.rollout().finish_reason == "open"
     longer = BEGUN
     for token, version in ((5, 2), (6, 2), (7, 3)):
         assert longer.is_open
         assert not longer.is_ended
-        longer = drawn(longer, token, reason="length" if token == 7 else "abort", version=version)
+        longer = drawn(longer, token, reason="length" if token == 7 else "open", version=version)
     assert not longer.is_open
     assert not longer.is_ended
     assert longer.awaits_observation
-    ended = longer.after(Observation(finish_reason="length"))
+    ended = longer.after(End(Ending.LENGTH))
     assert ended.is_ended
     assert not ended.awaits_observation
     rollout = ended.rollout()
@@ -48,12 +50,12 @@ def test_without_an_observation_the_first_turn_is_the_episode():
 
 
 def test_an_observation_continues_the_context_or_restarts_it():
-    episode = drawn(drawn(BEGUN, 5, reason="abort"), 9).after(Observation((6, 6), text="66"))
+    episode = drawn(drawn(BEGUN, 5, reason="open"), 9).after(Observed((6, 6), text="66"))
     assert episode.context.tolist() == [1, 2, 5, 9, 6, 6]
-    episode = drawn(episode, 7, 9, version=3).after(Observation((8, 8), restarts=True))
+    episode = drawn(episode, 7, 9, version=3).after(Observed((8, 8), restarts=True))
     assert episode.context.tolist() == [8, 8]
-    episode = drawn(drawn(episode, 4, reason="abort", version=3), 4, reason="length", version=4)
-    rollout = episode.after(Observation(finish_reason="stop", reward=0.5)).rollout()
+    episode = drawn(drawn(episode, 4, reason="open", version=3), 4, reason="length", version=4)
+    rollout = episode.after(End(Ending.STOP, 0.5)).rollout()
     assert (rollout.reward, rollout.grading_failure) == (0.5, None)
     assert rollout.turns == (
         Turn(2, "stop", text="stop (9,)"),
@@ -70,7 +72,7 @@ def test_an_observation_continues_the_context_or_restarts_it():
 
 @pytest.mark.parametrize(
     ("first", "read"),
-    [(Observation((6, 7, 8), restarts=True), [6, 7, 8]), (Observation(), [1, 2])],
+    [(Observed((6, 7, 8), restarts=True), [6, 7, 8]), (Observed(), [1, 2])],
 )
 def test_an_environment_observes_first(first, read):
     assert ASKED.awaits_observation
@@ -83,7 +85,7 @@ def test_an_environment_observes_first(first, read):
 
 
 def test_an_episode_that_its_environment_forgot_begins_anew():
-    episode = drawn(ASKED.after(Observation((6,))), 5).after(Observation(begins_anew=True))
+    episode = drawn(ASKED.after(Observed((6,))), 5).after(None)
     assert episode.awaits_observation
     assert (episode.turns, episode.context.tolist(), len(episode.token_ids)) == ((), [1, 2], 0)
 
@@ -91,10 +93,10 @@ def test_an_episode_that_its_environment_forgot_begins_anew():
 @pytest.mark.parametrize(("observed", "budget"), [(1, 4), (3, 4), (4, 3), (6, 1)])
 def test_a_turn_gets_its_limit_or_what_the_window_has_left(observed, budget):
     assert BEGUN.budget(SAMPLING, WINDOW) == 4
-    first = drawn(BEGUN, 5, 5, reason="abort")
+    first = drawn(BEGUN, 5, 5, reason="open")
     assert first.budget(SAMPLING, WINDOW) == 2
-    second = drawn(first, 9).after(Observation((6,) * observed))
+    second = drawn(first, 9).after(Observed((6,) * observed))
     assert second.budget(SAMPLING, WINDOW) == budget
     if budget > 1:
-        longer = drawn(second, 5, reason="abort")
+        longer = drawn(second, 5, reason="open")
         assert longer.budget(SAMPLING, WINDOW) == budget - 1

@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stable_opd_mcore.config.environments import EnvironmentConfig
+from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.samples import golden_samples, rollout_samples
+from stable_opd_mcore.data.thoughts import golden_response
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.metrics import Sum
-from stable_opd_mcore.records import FinishReason, Prompt, Sampling
+from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.environments import EnvironmentPool
 from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.interaction import Interaction
@@ -57,12 +59,10 @@ def begun(tokenizer: Tokenizer, first: object, then: object = "Go on.") -> Episo
     return Episode.begin(prompt, 0, 0)
 
 
-def said(
-    episode: Episode, tokenizer: Tokenizer, text: str, reason: FinishReason = "stop"
-) -> Episode:
+def said(episode: Episode, tokenizer: Tokenizer, text: str, reason: str = "stop") -> Episode:
     ids = tokenizer.encode(text) + [tokenizer.stop_token_ids[0]] * (reason == "stop")
     logprobs = np.zeros(len(ids), np.float32)
-    return episode.with_tokens(np.array(ids, np.int32), logprobs, reason, 0, text=text)
+    return episode.with_tokens(np.array(ids, np.int32), logprobs, Ending(reason), 0, text=text)
 
 
 def followed(interaction: Interaction, episode: Episode, sampling: Sampling = TRAINING) -> Episode:
@@ -108,7 +108,7 @@ def test_a_golden_transcript_is_the_rollout_of_its_texts(name, interact, tmp_pat
         episode = Episode.begin(played, 0, 0)
         for turn in turns[1::2]:
             episode = followed(interaction, episode)
-            text = tokenizer.response_text(said_of(turn), tokenizer.decode(episode.context))
+            text = golden_response(said_of(turn), tokenizer.decode(episode.context))
             episode = said(episode, tokenizer, text)
         (sampled,) = rollout_samples([episode.rollout()])
         assert golden.token_ids.tolist() == sampled.token_ids.tolist()
@@ -162,7 +162,7 @@ def test_control_tokens_are_broken_up_and_long_observations_lose_their_middle(in
     assert seen.endswith("the end<|im_end|>\n<|im_start|>assistant\n")
     assert len(episode.turns[-1].before) <= 20 + 10
     metrics = interaction.take_metrics()
-    assert metrics["environment/steps"] == Sum(2)
+    assert metrics["environment/answers"] == Sum(2)
     assert metrics["environment/cut_tokens"].value() > 80
     assert metrics["environment/neutralised_tokens"].value() == 2
 
@@ -188,7 +188,7 @@ def test_an_episode_has_at_most_so_many_turns(interact, settings, sampling, turn
         episode = followed(interaction, said(episode, tokenizer, "go", "length"), sampling)
     assert len(episode.turns) == turns
     rollout = episode.rollout()
-    assert (rollout.finish_reason, rollout.reward, rollout.grading_failure) == ("length", 0.0, None)
+    assert (rollout.finish_reason, rollout.reward, rollout.grading_failure) == ("turns", 0.0, None)
 
 
 def test_an_observation_that_leaves_no_room_ends_the_episode_before_it(interact):
@@ -200,7 +200,7 @@ def test_an_observation_that_leaves_no_room_ends_the_episode_before_it(interact)
         interaction = interact(tokenizer, window=window)
         episode = followed(interaction, first)
         episode = followed(interaction, said(episode, tokenizer, "go", "length"))
-        assert episode.is_ended == is_ended
+        assert (episode.is_ended, episode.finish_reason == "window") == (is_ended, is_ended)
 
 
 def test_a_new_context_that_fills_the_window_fails_its_episode(interact):
@@ -215,10 +215,11 @@ def test_a_new_context_that_fills_the_window_fails_its_episode(interact):
         ),
     ):
         rollout = episode.rollout()
-        assert (rollout.reward, rollout.grading_failure) == (0, "invalid")
+        found = rollout.reward, rollout.finish_reason, rollout.grading_failure
+        assert found == (0, "failed", "invalid")
     assert "a new context has 6" in str(interaction.first_failure)
     assert "the student reads 500" in str(interaction.first_failure)
-    assert interaction.take_metrics()["environment/steps"] == Sum(3)
+    assert interaction.take_metrics()["environment/answers"] == Sum(3)
     for pool in interaction._pools.values():
         assert not pool._episodes
 
@@ -250,7 +251,7 @@ def test_a_failing_environment_ends_its_episode_without_a_reward(interact):
     rollout = followed(interaction, said(episode, tokenizer, "raise")).rollout()
     assert (rollout.reward, rollout.finish_reason, rollout.grading_failure) == (
         0,
-        "length",
+        "failed",
         "crash",
     )
     assert "KeyError: 'door'" in str(interaction.first_failure)
@@ -286,7 +287,7 @@ def test_a_message_that_the_template_cannot_put_after_a_turn_is_named(interact):
     interaction = interact(tokenizer)
     episode = followed(interaction, begun(tokenizer, None, [{"role": "tool", "content": "4"}]))
     ended = followed(interaction, said(episode, tokenizer, "go"))
-    assert (ended.finish_reason, ended.reward) == ("length", 0.0)
+    assert (ended.finish_reason, ended.reward) == ("refused", 0.0)
     assert interaction.refusal.startswith(f"prompt s:1: {tokenizer.path}: a tool message can")
 
 

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.data.bridge import Observed
+from stable_opd_mcore.endings import Ending
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.models.files.huggingface import load_hf
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
-from stable_opd_mcore.rollout.episodes import Episode, Observation
+from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
 from stable_opd_mcore.rollout.interaction import Interaction
 from tests.models import tiny
 
@@ -36,17 +38,17 @@ class Talk(Interaction):
     """Observations of one to four tokens follow the first two turns; in odd samples the second one
     restarts."""
 
-    def observe(self, episode: Episode, sampling: Sampling, step: int) -> Future[Observation]:
-        seen = Future[Observation]()
+    def observe(self, episode: Episode, sampling: Sampling, step: int) -> Future[WhatFollows]:
+        seen = Future[WhatFollows]()
         seen.set_result(self.answer(episode))
         return seen
 
-    def answer(self, episode: Episode) -> Observation:
+    def answer(self, episode: Episode) -> WhatFollows:
         number = len(episode.turns)
         if number in (0, 3):
-            return Observation(finish_reason="stop" if number else "abort", reward=1.0)
+            return End(Ending.STOP, 1.0) if number else Observed()
         restarts = number == 2 and episode.sample_index % 2 == 1
-        return Observation((5, *range(int(episode.token_ids[-1]) % 4)), restarts)
+        return Observed((5, *range(int(episode.token_ids[-1]) % 4)), restarts=restarts)
 
 
 def build_engine(path: Path, world: World, **options) -> EmbeddedEngine:

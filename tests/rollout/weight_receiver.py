@@ -30,8 +30,10 @@ import torch.distributed.distributed_c10d as c10d
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.rollout.sglang.checksums import ExpectedChecksums
+from stable_opd_mcore.serving.command import VALUES_WRITER
+from stable_opd_mcore.serving.launch_server import write_parameter
 from tests.parallel.launch import preloaded_context
 from tests.serving.http_server import Request, http_server
 
@@ -55,6 +57,8 @@ def receiver(
             "keeps cache": it replies that it has flushed the cache, and has not; or
             "leaves slowly": half a second for leaving a group; or
             "forgets adapters": it scores without them; or
+            "halves": the second value of every `down_proj` that it receives is halved; or
+            "hides values": as "halves", and it was started by another program; or
             "dies": killed with the handles of a bucket open, before its reply.
     """
     context = preloaded_context()
@@ -80,7 +84,7 @@ def _serve(
     def reply(request: Request) -> tuple[int, bytes]:
         route = request.path.strip("/").partition("?")[0].replace("/", "_")
         body = json.loads(request.body or "null")
-        if route.startswith("update_weights_from"):
+        if route.startswith("update_weights_from") and "weight_version" in body:
             assert (body["flush_cache"], body["weight_version"]) == (False, "incomplete")
             state.version = body["weight_version"]
         assert body == _BODIES.get(route, body)
@@ -192,7 +196,15 @@ class _State:
         parts = zip(described, flat.split(sizes), strict=True)
         return self._load((name, part.view(d).view(shape)) for (name, d, shape), part in parts)
 
+    def server_info(self, _: None) -> dict[str, Any]:
+        hides = self._fault == "hides values"
+        return {"custom_weight_loader": None if hides else [VALUES_WRITER]}
+
     def update_weights_from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body["load_format"] == VALUES_WRITER:
+            (names,) = (pickle.loads(base64.b64decode(x)) for x in body["serialized_named_tensors"])
+            write_parameter(_Held(self._tensors), names)
+            return {"success": self._in_session}
         assert body["load_format"] == "flattened_bucket"
         (handle,) = body["serialized_named_tensors"]
         tensors = read_handle(handle)
@@ -237,9 +249,18 @@ class _State:
         for name, tensor in tensors:
             if name not in self._loses:
                 self._tensors[name] = tensor.clone()
+                if self._fault in ("halves", "hides values") and "down_proj" in name:
+                    self._tensors[name][0, 1] /= 2
         if self._device != "cpu":
             torch.cuda.synchronize()  # the sender overwrites the bucket after the reply
         return {"success": True}
+
+
+class _Held:
+    """A model as SGLang's loaders of weights see it."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.named_parameters, self.named_buffers = tensors.items, dict[str, Tensor]().items
 
 
 def read_handle(handle: str) -> list[tuple[str, Tensor]]:

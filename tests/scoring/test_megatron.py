@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.models.files.huggingface import load_hf
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from tests.models import tiny
 from tests.models.tiny import VOCAB_SIZE, microbatch

@@ -9,9 +9,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.models.files.huggingface import load_hf
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.huggingface import load_hf
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import Sample
 from stable_opd_mcore.scoring.megatron import MegatronScorer

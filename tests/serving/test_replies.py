@@ -32,8 +32,8 @@ def response_of(finish: Any, *ids: Any, **meta: Any) -> dict[str, Any]:
         ("length", [2, 3, 5], "length"),
         ("stop", [2, 9], "stop"),
         ("length", [2, 3, 9], "stop"),  # its last token may be a stop token
-        ("abort", [2], "abort"),
-        ("abort", [], "abort"),
+        ("abort", [2], "open"),
+        ("abort", [], "open"),
         ("abort", [2, 3, 5], "length"),  # aborted while its last token was sampled
     ],
 )

@@ -4,14 +4,17 @@ import json
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 
 import preflight
 import pytest
 
-from stable_opd_mcore.checks.node import node_faults
+from stable_opd_mcore.commands.check.node import node_faults
 from tests.parallel.launch import start_process
 
+# The trainer's: a torch for CUDA brings it, a CPU build does not.
+NCCL = preflight.versions_in(sys.executable)["nvidia-nccl-*"]
 CONFIG = str(Path(__file__).parents[2] / "configs/smoke_cpu.yaml")
 
 
@@ -27,7 +30,7 @@ def check_node(monkeypatch, tmp_path):
 
     def check(*options: str, name: str = "n1", settings: tuple[str, ...] = (), **variables: str):
         (tmp_path / "token").write_text("7.0\n")
-        if preflight.node_faults is node_faults:  # tests/checks/test_node.py has its cases
+        if preflight.node_faults is node_faults:  # tests/commands/check/test_node.py has its cases
             monkeypatch.setattr(preflight, "node_faults", lambda *_: {})
         monkeypatch.setenv("PATH", "/nowhere")  # hides the nvidia-smi of a machine with GPUs
         for variable, value in variables.items():
@@ -93,7 +96,7 @@ def servers_environment(directory: Path, **versions: str) -> tuple[str, str]:
     installed = {
         "python": "3.12.3",
         "torch": "2.14.1",
-        "nvidia-nccl-*": "absent",  # the tests' environment lacks it
+        "nvidia-nccl-*": NCCL,
         "transformer-engine": "absent",
         "megatron-core": "absent",
         "sglang": "0.5.23",
@@ -111,9 +114,9 @@ def servers_environment(directory: Path, **versions: str) -> tuple[str, str]:
     ("versions", "kind", "words"),
     [
         (
-            {"nvidia-nccl-*": "2.30.7"},
+            {"nvidia-nccl-*": "2.0.1"},
             "servers' nccl",
-            ["NCCL absent (torch ", "2.30.7 (torch 2.14.1)", "requirements/cluster.toml"],
+            [f"NCCL {NCCL} (torch ", "2.0.1 (torch 2.14.1)", "requirements/cluster.toml"],
         ),
         ({"sglang": "0.5.22"}, "servers' sglang", ["runs SGLang 0.5.22; 0.5.23 or later"]),
         ({"sglang": "absent"}, "servers' sglang", ["has no SGLang"]),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stable_opd_mcore.checks.lazy_inputs import RunInputs
+from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.setup import build_run
 from tests.train.runs import tiny_architecture, tiny_config

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.train.loop import train
 from tests.train.runs import tiny_config
 
 ROLLOUT = {"prompts_per_step": 5, "samples_per_prompt": 1}  # unequal shares of four ranks

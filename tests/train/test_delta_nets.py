@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.models.tensors import hf_shapes
-from stable_opd_mcore.train.loop import train
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
 from tests.train.layouts import short_config, train_through

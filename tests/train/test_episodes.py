@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from stable_opd_mcore.commands.evaluate.evaluate import evaluate_config
+from stable_opd_mcore.commands.evaluate.evaluated_model import evaluation_config
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.train.evaluated_model import evaluation_config
-from stable_opd_mcore.train.evaluation import evaluate_config
-from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.killed import run_killed_at
 from tests.train.runs import (
@@ -123,7 +123,7 @@ def test_the_student_is_trained_on_what_it_sampled_in_each_turn(games):
     assert rows[0]["kl/teacher_turn_3_4"] is not None
     assert 1 < rows[2]["eval/turns_max"] <= 3
     # No evaluation comes before the second step.
-    assert rows[1]["environment/steps"] == sum(len(each) + 1 for each in second)
+    assert rows[1]["environment/answers"] == sum(len(each) + 1 for each in second)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.layouts import ROLLOUT, short_config, train_through
 from tests.train.runs import metrics_of, tiny_architecture

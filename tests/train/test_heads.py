@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from stable_opd_mcore.checks.lazy_inputs import RunInputs
+from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.persistence.state import TrainState

@@ -5,8 +5,8 @@ from statistics import fmean
 
 import pytest
 
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.losses.objectives import OBJECTIVES
-from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import ALONE, metrics_of, tiny_architecture, tiny_config
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stable_opd_mcore.checks.lazy_inputs import RunInputs
+from stable_opd_mcore.commands.convert.convert import convert
+from stable_opd_mcore.commands.evaluate.evaluate import evaluate_config
+from stable_opd_mcore.commands.evaluate.evaluated_model import evaluation_config
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.inputs.run_inputs import RunInputs
+from stable_opd_mcore.models.files.megatron_checkpoint import load_weights
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.megatron_checkpoint import load_weights
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.train.convert import convert
-from stable_opd_mcore.train.evaluated_model import evaluation_config
-from stable_opd_mcore.train.evaluation import evaluate_config
-from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.setup import build_run
 from tests.models import tiny
 from tests.parallel.launch import run_ranks

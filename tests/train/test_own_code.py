@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import metrics_of, problems, tiny_config
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.token_files import VALUES, TokenText, read_tokens
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.samples import overlap
 from tests.parallel.launch import run_ranks
 from tests.train.runs import ALONE, metrics_of, tiny_architecture, tiny_config

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from stable_opd_mcore.checks.lazy_inputs import RunInputs
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.training import MemoryConfig
 from stable_opd_mcore.errors import ConfigError
+from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.train import loop
-from stable_opd_mcore.train.evaluation import evaluate_student
+from stable_opd_mcore.train.held_out import evaluate_student
 from stable_opd_mcore.train.persistence.checkpoint import CheckpointSaver
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.setup import build_run

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.host.run_directory import RunDirectory
+from stable_opd_mcore.monitoring.metric_sinks import read_metrics
 from stable_opd_mcore.monitoring.names import NAMES
-from stable_opd_mcore.monitoring.sinks import read_metrics
-from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.samples import overlap
 from tests.command import exit_code
 from tests.parallel.launch import run_ranks

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from stable_opd_mcore.commands.evaluate.table import published
+from stable_opd_mcore.commands.plan.known_models import model_source
+from stable_opd_mcore.commands.plan.plan import Cluster, make_plan
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.config.load import load_config, parse_config
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
-from stable_opd_mcore.evaluation.table import published
-from stable_opd_mcore.planning.known_models import model_source
-from stable_opd_mcore.planning.plan import Cluster, make_plan
-from stable_opd_mcore.train.loop import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import metrics_of
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stable_opd_mcore.checks.lazy_inputs import RunInputs
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.parallel.world import start_world, stop_world
-from stable_opd_mcore.train.loop import train
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.setup import build_run

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stable_opd_mcore.train.loop import train
+from stable_opd_mcore.commands.train.train import train
 from tests.parallel.launch import run_ranks, start_process
 from tests.processes import wait_until_ended
 from tests.train.runs import metrics_of, problems, tiny_config

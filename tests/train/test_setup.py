@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from stable_opd_mcore.checks.lazy_inputs import Place
+from stable_opd_mcore.commands.plan.plan import Cluster
 from stable_opd_mcore.evaluation.grading import Grader
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.inputs.loading import load_sources
+from stable_opd_mcore.inputs.run_inputs import Place
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.models.files.huggingface import export_hf
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.huggingface import export_hf
-from stable_opd_mcore.planning.plan import Cluster
 from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.run_inputs import load_sources
 from stable_opd_mcore.train import run_models, setup
 from stable_opd_mcore.train.reference import frozen_student
 from tests.train.runs import tiny_architecture, tiny_config

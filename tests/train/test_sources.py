@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.train.loop import train
+from stable_opd_mcore.commands.train.train import train
 from tests.parallel.launch import run_ranks
 from tests.train.runs import metrics_of, tiny_config
 

@@ -10,7 +10,7 @@ import torch
 
 from stable_opd_mcore.config.guard_settings import GuardConfig
 from stable_opd_mcore.config.load import load_config
-from stable_opd_mcore.config.objectives import KLConfig, MixtureConfig
+from stable_opd_mcore.config.objective_settings import KLConfig, MixtureConfig
 from stable_opd_mcore.config.training import Fp8Config
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.data.samples import golden_samples, rollout_samples

@@ -12,7 +12,7 @@ from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.losses.fused import fused_loss
 from stable_opd_mcore.losses.token_losses import Terms
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.parallel.pipeline import run_forward_backward

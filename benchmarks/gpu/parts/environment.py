@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.part import Options
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.timing import seconds_of
-from stable_opd_mcore.checks.node import node_faults
+from stable_opd_mcore.commands.check.node import node_faults
 
 GIB = 2**30
 PACKAGES = (

@@ -22,10 +22,10 @@ from benchmarks.gpu.record import Record
 from benchmarks.gpu.timing import seconds_of
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.config.training import Fp8, Fp8Recipe
-from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.models.fp8_emulation import ROUNDINGS, fp8_linear
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
+from stable_opd_mcore.models.layers.fp8_emulation import ROUNDINGS, fp8_linear
 from stable_opd_mcore.models.spec import transformer_engine_is_usable
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 from stable_opd_mcore.records import MicroBatch

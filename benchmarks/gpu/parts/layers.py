@@ -16,7 +16,7 @@ from benchmarks.gpu.one_step import StepRecord, relative_error, relative_errors,
 from benchmarks.gpu.part import Options
 from benchmarks.gpu.parts.step import TINY_VOCAB, VOCAB, replaying, step_config
 from benchmarks.gpu.record import Record
-from stable_opd_mcore.run_inputs import configured_architecture
+from stable_opd_mcore.inputs.loading import configured_architecture
 
 BF16_LIMIT = 0.2  # limit for torch's own layers; an error this large is not rounding
 TIMES_TORCH, ADDED = 1.5, 2e-3  # how far beyond torch's bf16 error

@@ -20,11 +20,11 @@ from benchmarks.gpu.measured_step import fast_random_weights
 from benchmarks.gpu.part import Options
 from benchmarks.gpu.record import Record
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
-from stable_opd_mcore.rollout.sglang.sync import Outcome, push_once
+from stable_opd_mcore.rollout.sglang.sync import Outcome, send_weights
 from stable_opd_mcore.rollout.sglang.transports import Target, TensorTransport, Transport
 from stable_opd_mcore.serving.client import SglangClient
 from tests.rollout.weight_receiver import receiver
@@ -56,7 +56,7 @@ def run(record: Record, options: Options) -> None:
         )
 
     def publish(wire: Wire, url: str, version: int) -> Outcome:
-        return push_once(
+        return send_weights(
             chunks,
             [Target("receiver", SglangClient(url), 1)],
             wire.transport,

@@ -17,7 +17,7 @@ from benchmarks.gpu.part import Options
 from benchmarks.gpu.record import Record
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.monitoring.sinks import read_metrics
+from stable_opd_mcore.monitoring.metric_sinks import read_metrics
 
 VOCAB = 515
 STEPS, EVERY, KILLED_AFTER = 6, 2, 3

@@ -10,6 +10,7 @@ sync             one push: send the weights, verify them, stamp the version
 transports       what all transfers of weights share, and the transfers by shared memory and files
 group            the transfer over a process group of trainer and servers
 checksums        what the servers' weights must hash to
+server_values    what a server holds where a checksum differs
 event_log        the log of what happened to the servers
 serve            `stable-opd serve`: servers without a trainer
 """

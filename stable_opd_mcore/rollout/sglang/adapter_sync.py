@@ -1,4 +1,4 @@
-"""One push of a student's low-rank factors to servers that hold its frozen weights.
+"""Send a student's low-rank factors once to servers that hold its frozen weights.
 
 A server that lacks the frozen weights gets them first, as sync.py sends weights. Their checksums
 are compared before each push, so a server that has started again, or has released its memory, is
@@ -28,20 +28,24 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from stable_opd_mcore.models.files.peft_directory import adapter_config, tensor_name
 from stable_opd_mcore.models.lora import base_only, form_of, iter_factors
-from stable_opd_mcore.models.peft_directory import adapter_config, tensor_name
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, broadcast_object
-from stable_opd_mcore.records import Prompt, Rollout, Sampling
-from stable_opd_mcore.rollout.embedded import EmbeddedEngine
-from stable_opd_mcore.rollout.sglang.checksums import Checksums, name_on_server
+from stable_opd_mcore.records import Rollout
+from stable_opd_mcore.rollout.embedded import sampled_text
+from stable_opd_mcore.rollout.sglang.checksums import (
+    Checksums,
+    Difference,
+    difference,
+    name_on_server,
+)
 from stable_opd_mcore.rollout.sglang.sync import (
     Outcome,
     abort_all,
-    difference,
     flush,
-    push_once,
     reported_checksums,
+    send_weights,
     stamp,
 )
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport, ask_all
@@ -68,13 +72,14 @@ class _Adapter:
 
 
 @dataclass(eq=False)
-class AdapterSync:
-    """Pushes the factors of these chunks. All ranks of a replica construct it and push together."""
+class FactorSender:
+    """Sends the factors of these chunks. All ranks of a replica construct it and send together."""
 
     chunks: Sequence[Module]
     world: World
     dtype: torch.dtype  # the servers'
     bucket_bytes: int
+    tolerant: bool = False  # see `send_weights`
 
     def __post_init__(self) -> None:
         # By a server's number of tensor ranks: the checksums of the frozen weights.
@@ -86,7 +91,7 @@ class AdapterSync:
         """The servers' name of the adapter of a push."""
         return f"{_PREFIX}{self._run}-{label}"
 
-    def push(
+    def send_factors(
         self,
         targets: Sequence[Target],
         transport: Transport | None,
@@ -99,15 +104,16 @@ class AdapterSync:
         Collective over the replica's ranks. The sender's outcome counts.
 
         Args:
-            transport: how frozen weights travel; see `push_once`.
+            transport: how frozen weights travel; see `send_weights`.
             label: unique to this push.
         """
         is_sender = transport is not None and transport.is_sender
         lacking, failed = self._lacking(targets) if is_sender else ([], {})
         num_bytes = 0
+        different: Mapping[str, Difference] = {}
         if broadcast_object(len(lacking), self.world.model_group):
             with base_only(self.chunks):
-                sent = push_once(
+                sent = send_weights(
                     self.chunks,
                     lacking,
                     transport,
@@ -115,15 +121,18 @@ class AdapterSync:
                     label=label,
                     dtype=self.dtype,
                     bucket_bytes=self.bucket_bytes,
+                    tolerant=self.tolerant,
                 )
             failed, num_bytes = failed | sent.failed, sent.num_bytes
+            different = sent.different
             self._frozen |= sent.checksums
         adapter = self._adapter(self.name_of(label), is_sender)
         if adapter is None:
             return Outcome((), {}, 0)
         alive = [target for target in targets if target.name not in failed]
         loaded, refused = ask_all(alive, lambda t: self._load(t, adapter, version))
-        return Outcome(tuple(loaded), failed | refused, num_bytes + adapter.num_bytes)
+        num_bytes += adapter.num_bytes
+        return Outcome(tuple(loaded), failed | refused, num_bytes, different=different)
 
     def _lacking(self, targets: Sequence[Target]) -> tuple[list[Target], dict[str, str]]:
         """The servers that do not hold the frozen weights, and why others do not answer."""
@@ -144,7 +153,8 @@ class AdapterSync:
                 matrix = name_on_server(matrix, architecture)
                 tensors[tensor_name(matrix, "A")] = self._on_host(a_RI)
                 tensors[tensor_name(matrix, "B")] = self._on_host(b_OR)
-        text = self._sampled_text()
+        # With the weights that are sent, and collective as they are.
+        text = sampled_text(self.chunks, self.world, _TEXT_TOKENS)
         if not is_sender:
             return None
         body = {
@@ -158,15 +168,6 @@ class AdapterSync:
 
     def _on_host(self, factor: Tensor) -> Tensor:
         return factor.to("cpu", self.dtype, copy=True).contiguous()
-
-    def _sampled_text(self) -> Rollout:
-        """A few tokens of the student in the trainer, with the weights that are sent. Collective
-        over the replica's ranks."""
-        size = architecture_of(self.chunks).vocab_size
-        engine = EmbeddedEngine(self.chunks, self.world, lambda _: "", vocab_size=size)
-        prompt = Prompt("adapter", "", tuple(i * size // _TEXT_TOKENS for i in range(_TEXT_TOKENS)))
-        (text,) = engine.generate([prompt], Sampling(max_new_tokens=_TEXT_TOKENS), step=0)
-        return text
 
     def _load(self, target: Target, adapter: _Adapter, version: int) -> None:
         """Replace the server's adapter, compare its answer and stamp the version. Raises

@@ -1,6 +1,6 @@
 """Builds the engine and its servers from a config.
 
-The run's topology (planning/topology.py) says which servers there are and whose prompts they
+The run's topology (placement/topology.py) says which servers there are and whose prompts they
 answer. The first of a server's leaders starts it; others that share it wait until it answers. The
 first publish sends the weights, so a server needs only the student's config.json to start.
 """
@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, gather_objects, ranks_on_this_machine
-from stable_opd_mcore.planning.hardware import GIB, Cluster
-from stable_opd_mcore.planning.topology import Topology, derive_topology
+from stable_opd_mcore.placement.hardware import GIB, Cluster
+from stable_opd_mcore.placement.topology import Topology, derive_topology
 from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader

@@ -13,12 +13,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stable_opd_mcore.models.expert_stacks import EXPERT
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.models.files.expert_stacks import EXPERT
 
 Checksums = dict[str, str]  # of one tensor rank: by SGLang's name of a parameter
 _FUSED = {  # part of our name -> (part of SGLang's name, the fused parts in order)
@@ -164,6 +166,39 @@ class ExpectedChecksums:
             return piece
         inner = (0, 0) * (tensor.dim() - 1 - dim)  # torch counts dimensions from the last
         return torch.nn.functional.pad(piece, (*inner, 0, share - piece.shape[dim]))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a server's checksums differ from those that its ranks must have."""
+
+    reason: str
+    rank: int | None = None  # the first tensor rank that differs; None: the reply is not checksums
+    parameter: str = ""  # the first that differs there
+
+
+def difference(answer: Any, expected: Sequence[Checksums]) -> Difference | None:
+    """How the checksums of a server's reply differ from those of each rank; None: they do not."""
+    try:
+        by_rank = {
+            rank["parallelism_info"][0]["tp_rank"]: rank["checksums"] for rank in answer["ranks"]
+        }
+    except (KeyError, TypeError, IndexError) as error:
+        return Difference(f"its reply is not checksums: {error!r}")
+    if sorted(by_rank) != list(range(len(expected))):
+        found = f"there are checksums of ranks {sorted(by_rank)}, expected {len(expected)}"
+        return Difference(found)
+    for rank, checksums in enumerate(expected):
+        if names := differences(checksums, by_rank[rank]):
+            ours, theirs = (values.get(names[0], "none") for values in (checksums, by_rank[rank]))
+            return Difference(
+                f"{len(names)} of {len(checksums)} parameters of rank {rank} differ from the "
+                f"trainer's, e.g. {', '.join(names[:3])}; the first has the checksum {ours} in the "
+                f"trainer and {theirs} in the server",
+                rank,
+                names[0],
+            )
+    return None
 
 
 def differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:

@@ -36,7 +36,7 @@ from functools import partial
 from typing import NamedTuple
 
 from stable_opd_mcore.metrics import Mean, Metrics, Sum
-from stable_opd_mcore.rollout.episodes import Episode, Observation
+from stable_opd_mcore.rollout.episodes import Episode, WhatFollows
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.prompt_requests import PromptRequests
 from stable_opd_mcore.serving import timeouts
@@ -235,7 +235,7 @@ class Dispatcher:
 
     # ---- in the threads of observations, replies and failures
 
-    def _observed(self, prompt: PromptRequests, sample: int, answer: Future[Observation]) -> None:
+    def _observed(self, prompt: PromptRequests, sample: int, answer: Future[WhatFollows]) -> None:
         with self._changed:
             self._num_observing -= 1
             try:

@@ -20,9 +20,12 @@ Event = Literal[
     "stale",  # responses from too old weights, dropped and sampled again
     "resent",  # weights sent again outside the usual publish
     "published",  # weights sent and verified
+    "unverified",  # weights taken although checksums differ, by rollout.sglang.verify=warn
     "lost",  # the fleet cannot continue
 ]
-_COUNTED: tuple[Event, ...] = ("failure", "restart", "retried", "redrawn", "stale", "resent")
+_COUNTED: tuple[Event, ...] = (
+    *("failure", "restart", "retried", "redrawn", "stale", "resent", "unverified"),
+)
 _log = logging.getLogger("stable_opd_mcore.rollout.sglang")
 
 

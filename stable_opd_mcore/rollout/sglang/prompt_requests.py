@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from stable_opd_mcore.models.families import Architecture
+from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.records import Rollout, SequenceScores
-from stable_opd_mcore.rollout.episodes import Episode, Observation
+from stable_opd_mcore.rollout.episodes import Episode, WhatFollows
 from stable_opd_mcore.rollout.sglang.fleet import Member
 from stable_opd_mcore.serving.requests import Completion, Generation, Routing
 
 Ask = Callable[[Rollout], Sequence[Future[SequenceScores]]]  # one for each context
-Observe = Callable[[Episode], Future[Observation]]  # what follows its turn
+Observe = Callable[[Episode], Future[WhatFollows]]  # what follows its turn
 
 
 @dataclass(eq=False)

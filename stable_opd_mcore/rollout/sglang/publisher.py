@@ -7,27 +7,33 @@ them says so.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch.nn import Module
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.models.lora import base_only
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World, gather_objects
-from stable_opd_mcore.planning.topology import (
+from stable_opd_mcore.placement.topology import (
     WEIGHT_BUCKET_BYTES,
     sends_adapter,
     server_dtype,
 )
-from stable_opd_mcore.rollout.sglang.adapter_sync import AdapterSync
+from stable_opd_mcore.rollout.sglang.adapter_sync import FactorSender
+from stable_opd_mcore.rollout.sglang.checksums import Difference
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
-from stable_opd_mcore.rollout.sglang.sync import Outcome, push_once
+from stable_opd_mcore.rollout.sglang.server_values import Suspect, compare_values
+from stable_opd_mcore.rollout.sglang.sync import Outcome, send_weights
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport
 from stable_opd_mcore.serving.client import SglangClient
 
+Value = TypeVar("Value")
 _log = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 8  # attempts at one publish; external servers have no restarts that could run out
 _MAX_SPARED = 5  # attempts that spare servers whose process group another server broke
@@ -60,9 +66,14 @@ def one_per_server(statuses: Iterable[ServerStatus]) -> list[ServerStatus]:
     return list(by_name.values())
 
 
+def _joined(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
+    """What the ranks know by server."""
+    return {name: value for part in parts for name, value in part.items()}
+
+
 @dataclass(eq=False)
 class Publisher:
-    """Publishes this run's weights. Fields: see `SglangEngine`."""
+    """Delivers this run's weights to its servers. Fields: see `SglangEngine`."""
 
     config: Config
     world: World
@@ -73,10 +84,14 @@ class Publisher:
 
     def __post_init__(self) -> None:
         self._num_pushes = 0
+        self._tolerant = self.config.rollout.sglang.verify == "warn"
+        self._compared: set[tuple[str, str]] = set()  # servers, and parameters that differed there
         self._dtype: torch.dtype = getattr(torch, server_dtype(self.config))
-        self._adapters: AdapterSync | None = None
+        self._adapters: FactorSender | None = None
         if sends_adapter(self.config, architecture_of(self.chunks)):
-            self._adapters = AdapterSync(self.chunks, self.world, self._dtype, WEIGHT_BUCKET_BYTES)
+            self._adapters = FactorSender(
+                self.chunks, self.world, self._dtype, WEIGHT_BUCKET_BYTES, self._tolerant
+            )
         elif self.config.student.lora and self._dtype != torch.float32 and self.world.rank == 0:
             _log.warning(
                 "servers receive matrices that are merged with the low-rank factors and rounded to "
@@ -84,7 +99,7 @@ class Publisher:
                 "how far the sampler lags behind the student"
             )
 
-    def publish(self, version: int, *, resent: bool) -> tuple[str | None, int]:
+    def deliver(self, version: int, *, resent: bool) -> tuple[str | None, int]:
         """Send until every server has the weights or some fleet is lost. Collective.
 
         Returns:
@@ -105,13 +120,13 @@ class Publisher:
                 self.fleet.weights_outdated(member)
             self._num_pushes += 1
             with self.fleet.idle.busy([member.name for member in mine]):
-                outcome, sent = self._push(targets, version)
+                outcome, different, sent = self._push(targets, version)
             num_bytes += sent
             failures = [reason for reason in outcome.values() if reason is not None]
             if failures and attempt == _MAX_ATTEMPTS and is_leader(self.world):
                 self.fleet.lose(f"weights did not arrive {attempt + 1} times: {failures[0]}")
             else:
-                self._apply(outcome, version, resent, attempt < _MAX_SPARED)
+                self._apply(outcome, different, version, resent, attempt < _MAX_SPARED)
             resent = True
             some_restart = any(gather_objects(self.fleet.is_restarting))
             if not some_restart:
@@ -124,10 +139,11 @@ class Publisher:
 
     def _push(
         self, statuses: Sequence[ServerStatus], version: int
-    ) -> tuple[dict[str, str | None], int]:
-        """Per server, why it does not have the weights, None if it has, the same on every rank; and
-        the number of bytes that this rank has sent."""
+    ) -> tuple[dict[str, str | None], dict[str, str], int]:
+        """Per server, why it does not have the weights, None if it has, and how its checksums
+        differ, the same on every rank; and the number of bytes that this rank has sent."""
         outcome: dict[str, str | None] = {}
+        different: dict[str, Difference] = {}
         num_bytes = 0
         for sender in sorted({s.sender for s in statuses if s.sender is not None}):
             if not self.world.shares_experts_with(sender):
@@ -136,20 +152,52 @@ class Publisher:
             if self.config.is_colocated:
                 self.memory.bring("student")
             targets = [status for status in statuses if is_sender and status.sender == sender]
-            result = self._push_from(targets, self.transport if is_sender else None, version)
+            result = self._send(targets, self.transport if is_sender else None, version)
             outcome |= dict.fromkeys(result.verified) | result.failed
+            different |= result.different
             num_bytes += result.num_bytes
-        everywhere = gather_objects(outcome)
-        return {name: why for each in everywhere for name, why in each.items()}, num_bytes
+        outcome = _joined(gather_objects(outcome))
+        different = _joined(gather_objects(different))
+        details = {name: found.reason for name, found in different.items()}
+        for name, values in self._values_of(statuses, different).items():
+            details[name] += f"; {values}"
+            if (reason := outcome[name]) is not None:
+                outcome[name] = f"{reason}; {values}"
+        return outcome, details, num_bytes
 
-    def _push_from(
+    def _values_of(
+        self, statuses: Sequence[ServerStatus], different: Mapping[str, Difference]
+    ) -> dict[str, str]:
+        """Per server, what differs in its values; once for each parameter. Collective."""
+        suspects = [
+            (status.sender, Suspect(status, different[status.name]))
+            for status in statuses
+            if status.name in different and status.sender is not None
+        ]
+        named = {(each.target.name, each.difference.parameter) for _, each in suspects}
+        new = named - self._compared
+        self._compared |= named
+        if not new:
+            return {}
+        values: dict[str, str] = {}
+        folder = self.config.run.files.servers / "differences"
+        for sender in sorted({sender for sender, _ in suspects}):
+            if not self.world.shares_experts_with(sender):
+                continue  # it needs no weight of this rank
+            is_sender = sender == self.world.data_rank and is_leader(self.world)
+            own = [each for by, each in suspects if is_sender and by == sender]
+            with base_only(self.chunks) if self._adapters is not None else nullcontext():
+                values |= compare_values(self.chunks, own, folder, self._dtype)
+        return _joined(gather_objects(values))
+
+    def _send(
         self, targets: Sequence[Target], transport: Transport | None, version: int
     ) -> Outcome:
         """Send these servers the version, from this replica."""
         label = self._label(version)
         if self._adapters is not None:
-            return self._adapters.push(targets, transport, version=version, label=label)
-        return push_once(
+            return self._adapters.send_factors(targets, transport, version=version, label=label)
+        return send_weights(
             self.chunks,
             targets,
             transport,
@@ -157,6 +205,7 @@ class Publisher:
             label=label,
             dtype=self._dtype,
             bucket_bytes=WEIGHT_BUCKET_BYTES,
+            tolerant=self._tolerant,
         )
 
     def _label(self, version: int) -> str:
@@ -164,7 +213,12 @@ class Publisher:
         return f"{version}-{self._num_pushes}"
 
     def _apply(
-        self, outcome: dict[str, str | None], version: int, resent: bool, spare_healthy: bool
+        self,
+        outcome: Mapping[str, str | None],
+        different: Mapping[str, str],
+        version: int,
+        resent: bool,
+        spare_healthy: bool,
     ) -> None:
         """Update the fleet's members after sending. `spare_healthy` sends a healthy server the
         weights again, because the fault may be another server's or the network's."""
@@ -178,6 +232,8 @@ class Publisher:
             if reason is None:
                 self.fleet.weights_arrived(member, adapter)
                 events.add("published", member.name, f"version {version}")
+                if detail := different.get(member.name):
+                    events.add("unverified", member.name, f"version {version}: {detail}")
                 if resent:
                     events.add("resent", member.name, f"version {version}")
             elif spare_healthy and any(member.client.is_healthy() for _ in range(2)):

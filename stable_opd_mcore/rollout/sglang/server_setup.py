@@ -13,9 +13,9 @@ from typing import Any
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import Architecture, read_architecture
+from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.tensors import hf_shapes
-from stable_opd_mcore.planning.topology import MEMORY_SHARES, sends_adapter, server_dtype
+from stable_opd_mcore.placement.topology import MEMORY_SHARES, sends_adapter, server_dtype
 from stable_opd_mcore.rollout.sglang.checksums import CPU_MLP_MULTIPLE
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.command import ServerOptions

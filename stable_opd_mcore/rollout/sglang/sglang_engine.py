@@ -1,21 +1,27 @@
 """The rollout engine whose responses are sampled by SGLang servers.
 
+    engine.publish(0)
+    for step in ...:                        # K is rollout.max_staleness
+        engine.prefetch(step ... step + K)  # in flight from here on, over several publishes
+        rollouts = engine.generate(step)    # waits for the responses of this step only
+        ...                                 # score, update
+        engine.publish(step + 1)            # waits for what is in flight; partial: aborts it
+
+So no token is older than K versions when its step updates: older responses are dropped. A publish
+has four verbs: engine.publish decides whether servers get new weights now, Publisher.deliver tries
+until every server has them or is lost, send_weights or send_factors sends and verifies once, and
+transport.send moves one bucket.
+
 Each data-parallel rank's first rank (its leader) talks to its share of the servers, which it may
 share with other leaders. Ordering:
 
-- `publish` pauses the requests: with rollout.partial they are aborted, else the engine waits for
-  those in flight. Then every rank takes part in sending, and again while some server failed and a
-  restart is left. It never raises for a server, because the step is finished and its weights are
-  good. The next `generate` raises EngineLost instead, when the training state is complete and can
-  be saved.
-- Without rollout.partial servers take new weights only every max_staleness - 1 updates, so that
-  publishes wait for few responses. Any other `publish` only records the version; what is not
-  sampled ahead, an evaluation for example, needs the current weights, which are then sent first.
-- `prefetch` queues a step's requests. They may be in flight from then on until the `generate` of
-  that step, over several publishes. The first token of a response is at most max_staleness
-  versions older than the weights that its step updates: older responses are dropped.
+- `publish` never raises for a server, because the step is finished and its weights are good. The
+  next `generate` raises EngineLost instead, when the training state is complete and can be saved.
+- Without rollout.partial servers take new weights only every K - 1 updates, so that publishes wait
+  for few responses. Any other `publish` only records the version; what is not sampled ahead, an
+  evaluation for example, needs the current weights, which are then sent first.
 - `generate` samples what was not sampled ahead. What no server could sample is sampled after a
-  restart and another publish of the same weights. All ranks loop together, so that their
+  restart and another delivery of the same weights. All ranks loop together, so that their
   collectives match.
 - Colocated, `publish` only records the version. `generate` takes the GPU: all the trainer's parts
   except the student move to the host, servers resume, they receive the weights, the student moves
@@ -106,7 +112,7 @@ class SglangEngine(RolloutEngine):
         if self._sent_version != self.weight_version:  # the same on every rank
             needs_current = any(gather_objects(requests is None))
             if needs_current:
-                self._publish_now()
+                self._send_now()
         if requests is None:
             requests = self._start(prompts, sampling, step, self.weight_version)
         self._finish(requests)
@@ -120,7 +126,7 @@ class SglangEngine(RolloutEngine):
         if not self.memory.is_lent:
             self.memory.lend(self.fleet.release_memory, keep=("student",))
             self.fleet.resume_memory()
-        self._publish(resent=False)
+        self._deliver(resent=False)
         self._raise_if_lost()
         left = Metrics({"memory/left_gib": Max(self.memory.bytes_left() / 2**30)})
         self._metrics = self._metrics | left
@@ -177,7 +183,7 @@ class SglangEngine(RolloutEngine):
                 if rounds == _MAX_ROUNDS:
                     self.fleet.lose(f"no usable rollouts after {rounds} rounds")
             with self._paused():
-                self._publish(resent=True)
+                self._deliver(resent=True)
             self._raise_if_lost()
 
     def prefetch(
@@ -246,20 +252,20 @@ class SglangEngine(RolloutEngine):
         self.weight_version = weight_version
         due = self._sent_version + self.config.rollout.publish_every
         if self._sent_version < 0 or weight_version >= due:
-            self._publish_now()
+            self._send_now()
 
-    def _publish_now(self) -> None:
-        """Publish the current weights; colocated servers get them when they next sample."""
+    def _send_now(self) -> None:
+        """Send the current weights; colocated servers get them when they next sample."""
         with self._paused():
             self._sent_version = self.weight_version
             for member in self.fleet.members:
                 self.fleet.weights_outdated(member)
             if not self.config.is_colocated:
-                self._publish(resent=False)
+                self._deliver(resent=False)
 
-    def _publish(self, *, resent: bool) -> None:
+    def _deliver(self, *, resent: bool) -> None:
         """Have every server receive the weights, or some fleet be lost. Collective."""
-        self._lost, num_bytes = self._publisher.publish(self.weight_version, resent=resent)
+        self._lost, num_bytes = self._publisher.deliver(self.weight_version, resent=resent)
         if num_bytes:
             sent = Metrics({"engine/sync_bytes": Sum(float(num_bytes))})
             self._metrics = self._metrics | sent

@@ -1,4 +1,4 @@
-"""One push: send the trainer's weights to the servers and verify them there.
+"""Send the trainer's weights to the servers once, and verify them there.
 
 Whole tensors are sent in buckets (models.weights gathers them over tensor and pipeline ranks), so
 no second copy of the model exists. The order matters, because a server may die at any point:
@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from stable_opd_mcore.models.expert_stacks import file_shapes, place
+from stable_opd_mcore.models.files.expert_stacks import file_shapes, place
 from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.rollout.sglang.checksums import (
     Checksums,
+    Difference,
     ExpectedChecksums,
     as_held,
-    differences,
+    difference,
     dtype_sent,
     name_on_server,
 )
@@ -50,9 +51,10 @@ class Outcome:
     num_bytes: int
     # by a server's number of tensor ranks: the checksums that each rank must report
     checksums: Mapping[int, Sequence[Checksums]] = field(default_factory=dict)
+    different: Mapping[str, Difference] = field(default_factory=dict)  # by server
 
 
-def push_once(
+def send_weights(
     chunks: Sequence[Module],
     targets: Sequence[Target],
     transport: Transport | None,
@@ -61,6 +63,7 @@ def push_once(
     label: str,
     dtype: torch.dtype,
     bucket_bytes: int,
+    tolerant: bool = False,
 ) -> Outcome:
     """Send `targets` the weights and stamp the version on them; None: another push will.
 
@@ -71,10 +74,11 @@ def push_once(
         transport: None on ranks that only take part in gathering the weights. The sender's outcome
             counts.
         label: unique to this push.
+        tolerant: count a server whose checksums differ as verified (rollout.sglang.verify=warn).
     """
     if transport is None:
-        _gather(chunks)  # the sender sends
-        _gather(chunks)  # the sender verifies
+        take_part(chunks)  # the sender sends
+        take_part(chunks)  # the sender verifies
         return Outcome((), {}, 0)
     sessions: dict[str, _UpdateSession] = {}
     unreachable: dict[str, str] = {}
@@ -89,16 +93,16 @@ def push_once(
         transport.send(bucket)
         num_bytes += bucket.flat.numel()
     if not transport.is_sender:
-        _gather(chunks)  # the sender verifies
+        take_part(chunks)  # the sender verifies
         return Outcome((), {}, 0)
     transport.close()
-    checksums = _verify_all(transport, sessions, chunks, dtype, version)
+    checksums, different = _verify_all(transport, sessions, chunks, dtype, version, tolerant)
     transport.clean_up()
     verified = tuple(target.name for target in transport.alive)
-    return Outcome(verified, dict(transport.failed), num_bytes, checksums)
+    return Outcome(verified, dict(transport.failed), num_bytes, checksums, different)
 
 
-def _gather(chunks: Sequence[Module]) -> None:
+def take_part(chunks: Sequence[Module]) -> None:
     """Take part in gathering all tensors on the ranks that need them."""
     for _ in iter_hf_tensors(chunks):
         pass
@@ -144,9 +148,10 @@ def _verify_all(
     chunks: Sequence[Module],
     dtype: torch.dtype,
     version: int | None,
-) -> dict[int, list[Checksums]]:
+    tolerant: bool,
+) -> tuple[dict[int, list[Checksums]], dict[str, Difference]]:
     """End every session, compare checksums, and stamp the version on the servers that match.
-    Returns the checksums: see `Outcome`."""
+    Returns the checksums and the differences: see `Outcome`."""
     alive = transport.alive
     on_gpu = next(chunks[0].parameters()).is_cuda  # servers run on the trainer's kind of device
     expected = {
@@ -158,17 +163,20 @@ def _verify_all(
         for checksums in expected.values():
             checksums.add(name, as_held(name, tensor, dtype))
     answers, failed = finish.result()
+    different: dict[str, Difference] = {}
 
     def accept(target: Target) -> None:
-        of_ranks, answer = expected[target.tensor].per_rank, answers[target.name]
-        if reason := difference(answer, of_ranks):
-            raise target.client.garbage(f"after the sync {reason}")
+        found = difference(answers[target.name], expected[target.tensor].per_rank)
+        if found is not None and found.rank is not None:
+            different[target.name] = found
+        if found is not None and not (tolerant and found.rank is not None):
+            raise target.client.garbage(f"after the sync {found.reason}")
         if version is not None:
             stamp(target.client, version)
 
     _, unverified = ask_all([target for target in alive if target.name in answers], accept)
     transport.failed |= failed | unverified
-    return {size: checksums.per_rank for size, checksums in expected.items()}
+    return {size: checksums.per_rank for size, checksums in expected.items()}, different
 
 
 class _UpdateSession:
@@ -186,24 +194,32 @@ class _UpdateSession:
         self._probe = probe
         abort_all(client)
         client.cached_tokens(probe)
-        try:
-            self._move("/begin_weight_update")
-        except RefusedRequest:  # a failed push left its session open
-            self._move("/end_weight_update")
-            self._move("/begin_weight_update")
+        begin_update(client)
 
     def finish(self) -> Any:
         """End the update, flush the cache and verify that it is empty; returns the server's reply
         with its checksums."""
-        self._move("/end_weight_update")
+        end_update(self._client)
         flush(self._client)
         if cached := self._client.cached_tokens(self._probe):  # keys of the old weights
             detail = f"{cached} tokens of the probe are cached after /flush_cache"
             raise self._client.garbage(detail)
         return reported_checksums(self._client)
 
-    def _move(self, path: str) -> None:
-        self._client.call("POST", path, {}, timeouts.UPDATE)
+
+# ---- requests before and after a server's weights change
+
+
+def begin_update(client: SglangClient) -> None:
+    try:
+        client.call("POST", "/begin_weight_update", {}, timeouts.UPDATE)
+    except RefusedRequest:  # a failed push left its session open
+        end_update(client)
+        client.call("POST", "/begin_weight_update", {}, timeouts.UPDATE)
+
+
+def end_update(client: SglangClient) -> None:
+    client.call("POST", "/end_weight_update", {}, timeouts.UPDATE)
 
 
 # ---- requests that may be repeated; they raise ServerFailure or RefusedRequest
@@ -235,22 +251,3 @@ def _repeat(
     client: SglangClient, path: str, body: dict[str, Any], seconds: float = timeouts.QUESTION
 ) -> Any:
     return client.call("POST", path, body, seconds, attempts=ATTEMPTS)
-
-
-def difference(answer: Any, expected: Sequence[Checksums]) -> str | None:
-    """How a server's checksums differ from those that its ranks must have; None: they do not."""
-    try:
-        by_rank = {
-            rank["parallelism_info"][0]["tp_rank"]: rank["checksums"] for rank in answer["ranks"]
-        }
-    except (KeyError, TypeError, IndexError) as error:
-        return f"its reply is not checksums: {error!r}"
-    if sorted(by_rank) != list(range(len(expected))):
-        return f"there are checksums of ranks {sorted(by_rank)}, expected {len(expected)}"
-    for rank, checksums in enumerate(expected):
-        if names := differences(checksums, by_rank[rank]):
-            return (
-                f"{len(names)} of {len(checksums)} parameters of rank {rank} differ from the "
-                f"trainer's, e.g. {', '.join(names[:3])}"
-            )
-    return None

@@ -3,7 +3,7 @@
     state, actions = decide(config.guard, state, step, values, saved)
 
 Metrics are global, so every rank decides the same; the state is part of the checkpoint, so a
-resumed run decides the same again. Symptoms (monitoring/onset.py) are a warning. Damage starts
+resumed run decides the same again. Symptoms (train/oversight/onset.py) are a warning. Damage starts
 measures (measures.py), one after the other, each after the earlier one had PATIENCE steps to help:
 raise beta and lambda, roll back, stop. Beta and lambda stay raised.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stable_opd_mcore.config.guard_settings import HEALTHY_AFTER, GuardConfig
-from stable_opd_mcore.monitoring.onset import (
+from stable_opd_mcore.train.oversight.onset import (
     DETECTORS,
     Series,
     Symptom,

@@ -7,12 +7,12 @@ from dataclasses import replace
 from stable_opd_mcore.config.guard_settings import MOST_STEPS_BETWEEN_SAVES
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.monitoring.sinks import GUARD_EVENT, Sinks
+from stable_opd_mcore.monitoring.metric_sinks import GUARD_EVENT, MetricSinks
+from stable_opd_mcore.parallel.world import on_first_rank
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.loss_weights import LossWeights
 from stable_opd_mcore.train.oversight.guard import Action
 from stable_opd_mcore.train.persistence.checkpoint import find_fault, load_checkpoint
-from stable_opd_mcore.train.persistence.resolved_configs import on_first_rank
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 
@@ -37,7 +37,9 @@ def warn_of_equal_models(step: int, metrics: Mapping[str, float | None]) -> None
         )
 
 
-def write_actions(sinks: Sinks, step: int, actions: Sequence[Action], now: LossWeights) -> None:
+def write_actions(
+    sinks: MetricSinks, step: int, actions: Sequence[Action], now: LossWeights
+) -> None:
     """An event in metrics.jsonl and a line of the log for each action after `step`.
 
     Args:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.endings import ENDED
 from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.records import Rollout
 
@@ -73,12 +74,12 @@ def sample_text(step: int, rollout: Rollout) -> str:
     """A rollout: its problem, the beginning and the end of its response, its verdict."""
     right = None if rollout.reward is None else rollout.reward > 0
     verdict = {None: "not graded", True: "right", False: "wrong"}[right]
-    ending = {"stop": "stopped", "length": "truncated", "abort": "aborted"}[rollout.finish_reason]
+    ending = ENDED[rollout.finish_reason]
     answer = "" if rollout.prompt.answer is None else f" (gold answer {rollout.prompt.answer})"
     turns = "" if len(rollout.turns) == 1 else f"turn {len(rollout.turns)}, "
     numbers = f"{turns}{len(rollout.token_ids)} tokens"
     head = f"step {step}, {numbers}, {ending}, {verdict}{_cut(answer)}"
-    return f"--- a rollout of {head}\n{_cut(rollout.prompt.text)}\n>>> {_cut(rollout.text)}\n---"
+    return f"--- a rollout of {head}\n{_cut(rollout.problem)}\n>>> {_cut(rollout.text)}\n---"
 
 
 def _cut(text: str) -> str:

@@ -32,8 +32,15 @@ from stable_opd_mcore.host.atomic_files import (
 )
 from stable_opd_mcore.host.run_directory import ANY_STEP, checkpoint_name
 from stable_opd_mcore.host.tensor_files import save_tensors
-from stable_opd_mcore.models.directory_save import save_directory
-from stable_opd_mcore.models.factors import factors_of
+from stable_opd_mcore.models.files.directory_save import save_directory
+from stable_opd_mcore.models.files.manifest import find_damage
+from stable_opd_mcore.models.files.megatron_checkpoint import (
+    refuse_foreign_pickle,
+    require_intact,
+    set_weights,
+    weights_of,
+)
+from stable_opd_mcore.models.layers.factors import factors_of
 from stable_opd_mcore.models.lora import (
     adapt,
     base_hash,
@@ -42,18 +49,11 @@ from stable_opd_mcore.models.lora import (
     set_factors,
     sharded_factors,
 )
-from stable_opd_mcore.models.manifest import find_damage
-from stable_opd_mcore.models.megatron_checkpoint import (
-    refuse_foreign_pickle,
-    require_intact,
-    set_weights,
-    weights_of,
-)
 from stable_opd_mcore.models.weights import architecture_of, refuse_non_finite
 from stable_opd_mcore.parallel.world import broadcast_object
 from stable_opd_mcore.train.oversight.signals import shielded
 from stable_opd_mcore.train.persistence.optimizer_state import set_state, sharded_state
-from stable_opd_mcore.train.persistence.state import TrainState, without_exchanged_prompts
+from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.reference import Moving
 from stable_opd_mcore.train.student import Student
 
@@ -207,12 +207,18 @@ def load_checkpoint(
     """
     record = _read_record(path)
     found, wanted = record.architecture, _shape_of(student)
-    names = sorted(name for name in wanted if found.get(name) != wanted[name])
+    if unknown := sorted(wanted.keys() ^ found.keys()):
+        raise UserError(
+            f"{path}: written by another version of this program, which describes architectures "
+            f"with other names ({', '.join(unknown)}): finish the run with that version, or use "
+            "another run.name"
+        )
+    names = sorted(name for name in wanted if found[name] != wanted[name])
     if names:
         raise UserError(
             f"{path}: checkpoint of another architecture: "
             + ", ".join(
-                f"{n}={found.get(n)!r} (the config's model has {wanted.get(n)!r})" for n in names
+                f"{n}={found[n]!r} (the config's model has {wanted.get(n)!r})" for n in names
             )
             + "; use another run.name or the config it was written with"
         )
@@ -297,21 +303,8 @@ def _state_dict(student: Student, moving: Mapping[str, Moving], loading: bool) -
 
 
 def _shape_of(student: Student) -> dict[str, Any]:
-    """What must agree between a checkpoint and the model that reads it, as JSON has it.
-
-    Checkpoints that were written before there were delta nets and YaRN have the same names.
-    """
-    architecture = architecture_of(student.chunks)
-    values = asdict(replace(architecture, source={}))
-    rotary = values.pop("rotary")
-    values |= {"rope_theta": rotary["theta"], "rope_scaling": rotary["scaling"]}
-    if rotary["scaling"] and rotary["scaling"]["kind"] != "yarn":
-        for key in ("beta_fast", "beta_slow", "truncate", "attention_factor"):
-            del rotary["scaling"][key]
-    if architecture.delta_net is None:
-        del values["delta_net"], values["delta_layers"]
-    else:
-        values["rotary_size"] = rotary["size"]
+    """What must agree between a checkpoint and the model that reads it, as JSON has it."""
+    values = asdict(replace(architecture_of(student.chunks), source={}))
     del values["source"], values["initializer_range"]
     return json.loads(json.dumps(values))
 
@@ -330,8 +323,7 @@ def find_fault(path: Path) -> str | None:
 def _read_record(path: Path) -> Record:
     """The content of state.json; ValueError if it is not what `CheckpointSaver` writes."""
     try:
-        record = without_exchanged_prompts((path / STATE_FILE).read_bytes())
-        return _RECORD.validate_json(record, strict=True)
+        return _RECORD.validate_json((path / STATE_FILE).read_bytes(), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -4,35 +4,15 @@ config.resolved.yaml holds the settings of the newest start; those of earlier st
 kept as config.resolved.001.yaml and so on.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
 
-from stable_opd_mcore.checks.input_hashes import write_inputs
 from stable_opd_mcore.config.load import config_yaml
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import naming_disk_errors, write_atomically
 from stable_opd_mcore.host.run_lock import RunLock
-from stable_opd_mcore.parallel.world import World, broadcast_object
+from stable_opd_mcore.inputs.hashes import write_inputs
 from stable_opd_mcore.train.oversight.signals import clear_outcome
-
-Result = TypeVar("Result")
-
-
-def on_first_rank(world: World, function: Callable[[], Result]) -> Result:
-    """Call `function` on rank 0 only; every rank returns its result or raises its UserError."""
-    outcome: Any = None
-    if world.rank == 0:
-        try:
-            outcome = function()
-        except UserError as error:
-            outcome = error
-    outcome = broadcast_object(outcome)
-    if isinstance(outcome, UserError):
-        raise outcome
-    return outcome
 
 
 def take_directory(stack: ExitStack, locked: Path, home: Path) -> None:
@@ -47,7 +27,7 @@ def take_directory(stack: ExitStack, locked: Path, home: Path) -> None:
 
 
 def keep_resolved(config: Config) -> None:
-    """Write config.resolved.yaml and inputs.json (checks/input_hashes.py)."""
+    """Write config.resolved.yaml and inputs.json (inputs/hashes.py)."""
     path = config.run.files.resolved
     text = config_yaml(config)
     before = path.read_bytes() if path.is_file() else text

@@ -6,7 +6,6 @@ these counters, so a restored run continues exactly as the uninterrupted one wou
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 
 from pydantic import ConfigDict
@@ -34,23 +33,3 @@ class TrainState:
             optimizer_steps=self.optimizer_steps + optimizer_steps,
             weight_version=self.weight_version + 1,
         )
-
-
-def without_exchanged_prompts(record: bytes) -> bytes:
-    """state.json as this release writes it, from one of the release before.
-
-    Raises:
-        ValueError: not JSON, or steps have exchanged prompts, which this release does not.
-    """
-    values = json.loads(record)
-    state = values.get("state") if isinstance(values, dict) else None
-    if not isinstance(state, dict):
-        return record
-    late, early = state.pop("late", []), state.pop("early", [])
-    if late or early:
-        raise ValueError(
-            f"prompts {late} in the order of the data wait for the next step and {early} were "
-            "trained on before their own (rollout.order=completed, which is gone): finish the run "
-            "with the release that began it"
-        )
-    return json.dumps(values).encode()

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from stable_opd_mcore.data.environment_names import turns_by_environment
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.data.samples import (
     golden_samples,
@@ -22,12 +23,13 @@ from stable_opd_mcore.data.samples import (
 )
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
+from stable_opd_mcore.inputs.loading import restart_problem
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
 from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
-from stable_opd_mcore.run_inputs import restart_problem, turns_by_environment
+from stable_opd_mcore.rollout.interaction import with_seeds
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.served_scores import begin_scoring
@@ -97,7 +99,7 @@ def sample_rollouts(
         return []
     with timer.part("wait") if run.config.rollout.has_servers else nullcontext():
         rollouts = run.engine.generate(prompts, run.sampling, step=step)
-    rollouts = graded(run.grader, run.world, prompts, rollouts)
+    rollouts = with_seeds(graded(run.grader, run.world, prompts, rollouts), run.sampling, step)
     refuse_episodes(run, rollouts)
     return rollouts
 
@@ -109,10 +111,12 @@ def refuse_episodes(run: Run, rollouts: Sequence[Rollout]) -> None:
     """
     if not run.config.has_environment:
         return
-    _refuse(run.engine, rollouts, restart_problem(run.config, rollouts))
+    _refuse(run.engine, rollouts, "episodes", restart_problem(run.config, rollouts))
 
 
-def _refuse(engine: RolloutEngine, rollouts: Sequence[Rollout], problem: str | None = None) -> None:
+def _refuse(
+    engine: RolloutEngine, rollouts: Sequence[Rollout], what: str, problem: str | None = None
+) -> None:
     """Raise a UserError on all ranks if more than half of the episodes failed in their environment,
     or one of them has a problem. Collective."""
     failures = [each.grading_failure for each in rollouts if each.prompt.environment is not None]
@@ -122,7 +126,7 @@ def _refuse(engine: RolloutEngine, rollouts: Sequence[Rollout], problem: str | N
     if sum(failed) > sum(counts) / 2:
         reason = next((each for each in reasons if each), "see the log")
         raise UserError(
-            f"{sum(failed)} of {sum(counts)} episodes failed in their environment; "
+            f"{sum(failed)} of {sum(counts)} {what} failed in their environment; "
             f"the first one: {reason}; correct it, and start the command again"
         )
     for found in filter(None, problems):
@@ -139,8 +143,8 @@ def sample_held_out(
     rollouts = engine.generate(prompts, sampling, step=0)
     rollouts = graded(grader, world, prompts, rollouts, by_source=False)
     if engine.interaction is not None and engine.interaction.environments:
-        _refuse(engine, rollouts)
-    return rollouts
+        _refuse(engine, rollouts, "episodes of held-out rows (data.eval), which are played too,")
+    return with_seeds(rollouts, sampling, 0)
 
 
 def graded(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.packing import pack, partition, split_by_prompt
-from stable_opd_mcore.models.fp8 import MULTIPLE
+from stable_opd_mcore.models.layers.fp8 import MULTIPLE
 from stable_opd_mcore.parallel.context import slice_microbatch
 from stable_opd_mcore.parallel.transfers import to_device
 from stable_opd_mcore.parallel.world import World, exchange_objects, gather_objects

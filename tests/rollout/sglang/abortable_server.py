@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from stable_opd_mcore.data.bridge import Observed
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.records import Prompt, Sampling
-from stable_opd_mcore.rollout.episodes import Episode, Observation
+from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
 from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
@@ -72,7 +74,7 @@ class AbortableServer:
         first, longest = len(request.token_ids), request.sampling.max_new_tokens
         number = longest if self.finish.is_set() else min(self.pace, longest)
         ids = np.arange(first, first + number, dtype=np.int32)
-        reason = "length" if number == longest else "abort"
+        reason = "length" if number == longest else "open"
         logprobs = np.full(number, -0.5, np.float32)
         return Completion(ids, logprobs, reason, (str(self.version),), 0)
 
@@ -126,15 +128,15 @@ def prompts_of(
     ]
 
 
-def known(observation: Observation) -> Future[Observation]:
-    answer = Future[Observation]()
+def known(observation: WhatFollows) -> Future[WhatFollows]:
+    answer = Future[WhatFollows]()
     answer.set_result(observation)
     return answer
 
 
-def talked(episode: Episode) -> Future[Observation]:
+def talked(episode: Episode) -> Future[WhatFollows]:
     """Three turns: the second one continues the context, the third one begins another."""
     number = len(episode.turns)
     if number == 3:
-        return known(Observation(finish_reason="stop"))
-    return known(Observation((8,) * number, restarts=number == 2))
+        return known(End(Ending.STOP))
+    return known(Observed((8,) * number, restarts=number == 2))

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from stable_opd_mcore.models.factors import factors_of
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.layers.factors import factors_of
 from stable_opd_mcore.models.lora import adapt
-from stable_opd_mcore.rollout.sglang.adapter_sync import AdapterSync
+from stable_opd_mcore.rollout.sglang.adapter_sync import FactorSender
 from stable_opd_mcore.rollout.sglang.sync import Outcome
 from stable_opd_mcore.rollout.sglang.transports import Target, TensorTransport
 from stable_opd_mcore.serving.client import SglangClient
@@ -23,17 +23,17 @@ FIELDS = architecture(tied=False)
 
 
 @pytest.fixture(scope="module")
-def sync(world) -> AdapterSync:
+def sync(world) -> FactorSender:
     fields = read_architecture(FIELDS)
     chunks = build_model(fields, world, precision="fp32", trainable=False, seed=2)
     adapt(chunks, rank=4, alpha=8.0)
-    return AdapterSync(chunks, world, torch.float32, 40_000)
+    return FactorSender(chunks, world, torch.float32, 40_000)
 
 
-def push(sync: AdapterSync, urls: Sequence[str], version: int) -> Outcome:
+def push(sync: FactorSender, urls: Sequence[str], version: int) -> Outcome:
     tiny.redraw_factors(sync.chunks, version)
     targets = [Target(f"receiver_{n}", SglangClient(url), 1) for n, url in enumerate(urls)]
-    return sync.push(targets, TensorTransport(60.0), version=version, label=str(version))
+    return sync.send_factors(targets, TensorTransport(60.0), version=version, label=str(version))
 
 
 def test_frozen_weights_are_sent_once_in_a_servers_life(sync):
@@ -55,7 +55,7 @@ def test_frozen_weights_are_sent_once_in_a_servers_life(sync):
 
 
 def test_a_rank_that_sends_nothing_reports_nothing(sync):
-    assert sync.push([], None, version=4, label="4") == Outcome((), {}, 0)
+    assert sync.send_factors([], None, version=4, label="4") == Outcome((), {}, 0)
 
 
 def test_a_server_that_answers_without_the_adapter_is_found(sync):

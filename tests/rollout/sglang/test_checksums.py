@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.tensors import hf_shapes
 from stable_opd_mcore.rollout.sglang.checksums import (
     ExpectedChecksums,

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from stable_opd_mcore.data.bridge import Observed
 from stable_opd_mcore.data.samples import rollout_samples
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.metrics import Sum
 from stable_opd_mcore.records import Rollout, Segment, SequenceScores
-from stable_opd_mcore.rollout.episodes import Episode, Observation
+from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
 from stable_opd_mcore.rollout.sglang import dispatch
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
@@ -130,10 +132,10 @@ def test_an_environment_may_answer_during_a_pause_and_after_its_episode_is_dropp
     client.end()
     dispatcher = Dispatcher(fleet_over(tmp_path, client))
     kept, dropped = prompts_of([request(), request(num_samples=2)])
-    asked: queue.Queue[Future[Observation]] = queue.Queue()
+    asked: queue.Queue[Future[WhatFollows]] = queue.Queue()
 
-    def ask(episode: Episode) -> Future[Observation]:
-        answer = Future[Observation]()
+    def ask(episode: Episode) -> Future[WhatFollows]:
+        answer = Future[WhatFollows]()
         asked.put(answer)
         return answer
 
@@ -141,7 +143,7 @@ def test_an_environment_may_answer_during_a_pause_and_after_its_episode_is_dropp
     dispatcher.submit([kept])
     answer = asked.get(timeout=30)
     dispatcher.pause(abort=True)  # waits for no environment
-    answer.set_result(Observation((8,)))
+    answer.set_result(Observed((8,)))
     assert kept.episodes[0].is_open
     assert len(client.requests) == 1
     dispatcher.resume()
@@ -152,10 +154,10 @@ def test_an_environment_may_answer_during_a_pause_and_after_its_episode_is_dropp
     late = [asked.get(timeout=30) for _ in dropped.episodes]
     dispatcher.pause(abort=True)
     dispatcher.drop([dropped])
-    late[0].set_result(Observation((8,)))
+    late[0].set_result(Observed((8,)))
     dispatcher.resume()
     late[1].set_exception(KeyError("door"))
-    answer.set_result(Observation(finish_reason="stop"))
+    answer.set_result(End(Ending.STOP))
     dispatcher.wait([kept])
     assert kept.is_done
     assert all(episode.awaits_observation for episode in dropped.episodes)

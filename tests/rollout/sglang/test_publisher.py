@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.lora import adapt
+from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import gather_objects, start_world, stop_world
 from stable_opd_mcore.rollout.sglang import publisher as publisher_module
@@ -18,6 +21,7 @@ from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
 from stable_opd_mcore.rollout.sglang.publisher import Publisher, ServerStatus, one_per_server
+from stable_opd_mcore.rollout.sglang.server_values import first_difference
 from stable_opd_mcore.rollout.sglang.sync import Outcome
 from stable_opd_mcore.rollout.sglang.transports import TensorTransport
 from stable_opd_mcore.serving.client import SglangClient
@@ -56,7 +60,7 @@ def publish_on_two_ranks(rank: int, _: int, urls: list[str], method: str, folder
     for version in range(2):
         if rank == 1:
             fleet.weights_outdated(members[0])  # a shared one still counts as ready on rank 0
-        lost, num_bytes = publisher.publish(version, resent=False)
+        lost, num_bytes = publisher.deliver(version, resent=False)
         assert [member.state for member in members] == ["ready"] * len(members)
         sends = rank == 1 or version == 0 if method == "tensor" else rank == 0
         assert (num_bytes > 0, lost) == (sends, None)
@@ -116,7 +120,7 @@ def test_weights_are_sent_again_until_they_arrive_or_the_attempts_are_used_up(
             return Outcome(("server_0",), {}, 10)
         return Outcome((), {"server_0": "lost"}, 10)
 
-    monkeypatch.setattr(publisher_module, "push_once", push)
+    monkeypatch.setattr(publisher_module, "send_weights", push)
     config = run_with(rollout={"engine": "sglang"}, student={"architecture": {}})
     chunks = build_model(read_architecture(FIELDS), world, precision="fp32", trainable=False)
     events = tmp_path / "events.jsonl"
@@ -124,7 +128,7 @@ def test_weights_are_sent_again_until_they_arrive_or_the_attempts_are_used_up(
         member = Member("server_0", SglangClient(url), None, state="needs_weights")
         fleet = FailingFleet(member, events, restarts)
         publisher = Publisher(config, world, chunks, fleet, TensorTransport(1.0), DeviceMemory())
-        lost, num_bytes = publisher.publish(4, resent=False)
+        lost, num_bytes = publisher.deliver(4, resent=False)
     assert pushed == [f"4-{number}" for number in range(1, pushes + 1)]
     assert (fleet.given_up, num_bytes) == (given_up, 10 * pushes)
     named = [json.loads(line)["event"] for line in events.read_text().splitlines()]
@@ -134,6 +138,72 @@ def test_weights_are_sent_again_until_they_arrive_or_the_attempts_are_used_up(
     else:
         assert lost == "weights did not arrive 9 times: lost"
         assert named == ["failure"] * (pushes - given_up - 1) + ["lost"]
+
+
+class LostFleet(Fleet):
+    """Lost with its first failure."""
+
+    def fail(self, member: Member, reason: str) -> None:
+        self.lose(reason)
+
+
+@pytest.mark.parametrize(
+    ("verify", "fault"),
+    [("refuse", "halves"), ("warn", "halves"), ("refuse", "hides values")],
+)
+def test_a_checksum_that_differs_is_explained_by_values(world, tmp_path, verify, fault):
+    """`warn` uses the server all the same, in each publish; its values are read in the first."""
+    config = run_with(
+        run={"name": "r", "directory": str(tmp_path)},
+        rollout={"engine": "sglang", "sglang": {"verify": verify}},
+        student={"architecture": {}},
+    )
+    chunks = build_model(
+        read_architecture(FIELDS), world, precision="fp32", trainable=False, seed=2
+    )
+    name = "model.layers.0.mlp.down_proj.weight"
+    expected = dict(iter_hf_tensors(chunks))[name]
+    with receiver(FIELDS, fault=fault) as url:
+        member = Member("server_0", SglangClient(url), None, state="needs_weights")
+        fleet = LostFleet([member], EventLog(tmp_path / "events.jsonl"))
+        publisher = Publisher(config, world, chunks, fleet, TensorTransport(60.0), DeviceMemory())
+        lost, _ = publisher.deliver(1, resent=False)
+        fleet.weights_outdated(member)
+        lost = lost or publisher.deliver(2, resent=False)[0]
+    counted = fleet.events.take_metrics().values_by_key()["engine/unverified"]
+    rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    if verify == "warn":
+        assert (lost, member.state, counted) == (None, "ready", 2)
+        assert [row["event"] for row in rows] == ["published", "unverified"] * 2
+        detail = rows[1]["detail"]
+        assert rows[3]["detail"].endswith(" in the server"), "only checksums the second time"
+    else:
+        assert (member.state, counted) == ("needs_weights", 0)
+        detail = lost or ""
+    assert f"2 of 17 parameters of rank 0 differ from the trainer's, e.g. {name}, " in detail
+    folder = config.run.files.servers / "differences"
+    if fault == "hides values":
+        assert detail.endswith("not shown: the server was not started by `stable-opd`")
+        assert not list(folder.glob("*.safetensors"))
+        return
+    file = folder / f"server_0_rank_0_{name}.safetensors"
+    assert detail.endswith(str(file))
+    both = load_file(file)
+    assert torch.equal(both["trainer"], expected.flatten())
+    if fault == "halves":
+        row = expected[0].tolist()
+        assert "1 of 8,192 values differ, the first at [0, 1]" in detail
+        assert f"the trainer has {row[0]:.6g} [{row[1]:.6g}] {row[2]:.6g} {row[3]:.6g}," in detail
+        assert f"the server {row[0]:.6g} [{row[1] / 2:.6g}] {row[2]:.6g} {row[3]:.6g};" in detail
+        assert both["server"][0, 1] == both["trainer"][1] / 2
+
+
+def test_equal_values_with_other_checksums_are_called_harmless():
+    values = torch.tensor([[1.0, float("nan")], [-0.0, 2.0]])
+    assert "every value is the same" in first_difference(values.flatten(), values)
+    found = first_difference(values.flatten(), values.abs())
+    assert "1 of 4 values differ, the first at [1, 0]" in found
+    assert "4 values of torch.float32" in first_difference(values.flatten(), values.bfloat16())
 
 
 CLIENT = SglangClient("http://127.0.0.1:9")

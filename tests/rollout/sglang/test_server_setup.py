@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import read_architecture
-from stable_opd_mcore.planning.topology import sends_adapter
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.placement.topology import sends_adapter
 from stable_opd_mcore.rollout.sglang.server_setup import (
     model_config,
     server_options,

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
@@ -46,11 +46,11 @@ def engine_of(
     engine = SglangEngine(config, world, chunks, fleet, None, 32, DeviceMemory())
     sent: list[int] = []
 
-    def push(statuses: Sequence[ServerStatus], version: int) -> tuple[dict[str, str | None], int]:
+    def push(statuses: Sequence[ServerStatus], version: int) -> tuple[dict, dict, int]:
         assert not member.in_flight, "no request meanwhile"
         client.version = version
         sent.append(version)
-        return {status.name: None for status in statuses}, 0
+        return {status.name: None for status in statuses}, {}, 0
 
     engine._publisher._push = push
     return engine, sent

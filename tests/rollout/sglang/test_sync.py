@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.models.factors import factors_of
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.layers.factors import factors_of
 from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import start_world, stop_world
@@ -22,7 +22,7 @@ from stable_opd_mcore.rollout.sglang.group import (
     join_group,
     prepare_nccl,
 )
-from stable_opd_mcore.rollout.sglang.sync import make_buckets, push_once
+from stable_opd_mcore.rollout.sglang.sync import make_buckets, send_weights
 from stable_opd_mcore.rollout.sglang.transports import (
     Buffers,
     DiskTransport,
@@ -114,7 +114,7 @@ def transport_of(method: str, tmp_path):
 def publish(chunks, transport, urls, version, clients=None):
     """To receivers at `urls`, by new clients unless these are given."""
     clients = clients or [SglangClient(url) for url in urls]
-    return push_once(
+    return send_weights(
         chunks,
         [Target(f"receiver_{i}", client, 1) for i, client in enumerate(clients)],
         transport,

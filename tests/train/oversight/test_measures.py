@@ -7,21 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.config.objectives import KLConfig
+from stable_opd_mcore.commands.train.train import train
+from stable_opd_mcore.config.objective_settings import KLConfig
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.monitoring import onset
-from stable_opd_mcore.monitoring.onset import Detector
-from stable_opd_mcore.monitoring.sinks import Sinks
-from stable_opd_mcore.train.loop import train
+from stable_opd_mcore.monitoring.metric_sinks import MetricSinks
 from stable_opd_mcore.train.loss_weights import Adapted, loss_weights_of
-from stable_opd_mcore.train.oversight import guard
+from stable_opd_mcore.train.oversight import guard, onset
 from stable_opd_mcore.train.oversight.guard import Action, GuardState
 from stable_opd_mcore.train.oversight.measures import (
     CollapsedError,
     warn_of_equal_models,
     write_actions,
 )
+from stable_opd_mcore.train.oversight.onset import Detector
 from tests.parallel.launch import run_ranks
 from tests.train.killed import run_killed_at
 from tests.train.runs import metrics_of, tiny_architecture, tiny_config
@@ -77,7 +76,7 @@ def test_a_teacher_that_says_what_the_student_says_is_named_at_the_start(caplog)
 def test_a_recovered_run_says_what_is_in_force(tmp_path, caplog):
     config = config_of(tmp_path, "run").model_copy(update={"kl": KLConfig(beta=0.1)})
     recovered = Action("recovered", {"beta": 0.0, "lambda": 0.0})  # the guard's own part has ended
-    with Sinks(config.run.path, config, 0) as sinks:
+    with MetricSinks(config.run.path, config, 0) as sinks:
         write_actions(sinks, 9, [recovered], loss_weights_of(config, Adapted(), GuardState()))
     assert caplog.messages == ["step 9: guard recovered: beta now 0.1, lambda now 0"]
     (event,) = metrics_of(config.run.path)

@@ -13,9 +13,9 @@ import torch
 
 from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.models.files.manifest import MANIFEST
 from stable_opd_mcore.models.gpt import build_model
-from stable_opd_mcore.models.manifest import MANIFEST
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.persistence.checkpoint import (
     CheckpointSaver,
@@ -92,7 +92,7 @@ UNEXPECTED_JSON = (
 def test_damaged_checkpoint_is_reported_and_an_older_one_is_used(
     checkpoints: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """Files that are absent, cut or no files: tests/models/test_manifest.py."""
+    """Files that are absent, cut or no files: tests/models/files/test_manifest.py."""
     flip(checkpoints / "step_000004" / name)
     with caplog.at_level(logging.WARNING):
         assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
-from stable_opd_mcore.models.directory_save import sharding
-from stable_opd_mcore.models.families import read_architecture
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.models.files.directory_save import sharding
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.persistence import checkpoint

@@ -7,15 +7,15 @@ from unittest.mock import patch
 
 import pytest
 
-from stable_opd_mcore.config.objectives import TokenMasksConfig
+from stable_opd_mcore.config.objective_settings import TokenMasksConfig
 from stable_opd_mcore.data.samples import off_policy_slots
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.host.user_code import read_user_function
+from stable_opd_mcore.inputs.loading import restart_problem
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Turn
-from stable_opd_mcore.run_inputs import restart_problem
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.samples import collecting
 from tests.losses.cases import make_config

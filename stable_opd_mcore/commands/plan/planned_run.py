@@ -1,0 +1,279 @@
+"""A run on given GPUs: its models, how they are cut, its servers, and the tokens of a step.
+
+    run = planned_run(config, Cluster(nodes=1, gpus_per_node=8), gpu="h200")
+    run.layout, run.student.stage_parameters(0), run.micro_batch_tokens
+
+Needs each model's config.json, no weights and no GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from stable_opd_mcore.commands.plan.known_models import model_source
+from stable_opd_mcore.config.schema import Config, ModelConfig
+from stable_opd_mcore.config.training import Fp8Role
+from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
+from stable_opd_mcore.placement.hardware import Cluster, Device, device_named
+from stable_opd_mcore.placement.layout import Layout, layout_of
+from stable_opd_mcore.placement.model_size import WEIGHT_BYTES, ModelSize
+from stable_opd_mcore.placement.topology import Topology, derive_topology, sends_adapter
+
+PRIVILEGED_TOKENS = 1024  # assumed mean by which teacher.prompt is longer than the prompt
+OBSERVED_TOKENS = 256  # assumed mean tokens of an environment's answer to a turn
+
+
+@dataclass(frozen=True)
+class Work:
+    """Lengths of one step's sequences that the config does not fix."""
+
+    prompt_tokens: int = 256  # mean
+    response_tokens: int = 4096  # mean sampled tokens of rollouts and golden solutions
+    observed_tokens: int = 0  # mean tokens observed between the turns of an episode
+    # mean length of teacher.prompt; None: PRIVILEGED_TOKENS more than the student's prompt has
+    teacher_prompt_tokens: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.response_tokens + self.observed_tokens
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a run; None where it has none."""
+
+    student: Architecture
+    teacher: Architecture | None = None  # the trainer's; a served one takes no memory here
+    reference: bool = False  # the student's architecture
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    config: Config
+    models: Models
+    cluster: Cluster
+    device: Device
+    work: Work
+
+    def changed(self, **sections: dict[str, Any]) -> PlannedRun:
+        """The run with other values in these sections of its settings."""
+        return replace(self, config=self.config.replaced(**sections))
+
+    @cached_property
+    def layout(self) -> Layout:
+        return layout_of(self.config.parallel, self.cluster.trainer_gpus)
+
+    @cached_property
+    def topology(self) -> Topology:
+        memory_gib = self.device.memory_gib
+        return derive_topology(self.config, self.models.student, self.cluster, memory_gib)
+
+    @cached_property
+    def student(self) -> ModelSize:
+        return self._size(self.models.student)
+
+    @cached_property
+    def frozen(self) -> dict[Fp8Role, ModelSize]:
+        """The scorers in the trainer; none where nothing is scored, as in SFT with a teacher."""
+        sizes: dict[Fp8Role, ModelSize] = {}
+        if not self.scored:
+            return sizes
+        if self.models.teacher is not None:
+            sizes["teacher"] = self._size(self.models.teacher)
+        if self.models.reference:
+            sizes["reference"] = self.student
+        return sizes
+
+    def has_own_weights(self, role: Fp8Role) -> bool:
+        """Whether the scorer has weights of its own, and not those of another model."""
+        return self.config.weights_of[role] == role
+
+    def of_scorer(self, role: Fp8Role) -> PlannedRun:
+        """The run with the sequences of this scorer: the teacher may read another prompt."""
+        tokens = self.teacher_prompt_tokens
+        if role != "teacher" or tokens is None:
+            return self
+        return replace(self, work=replace(self.work, prompt_tokens=tokens))
+
+    @property
+    def teacher_prompt_tokens(self) -> int | None:
+        """Mean tokens of teacher.prompt; None: the teacher reads the student's prompt."""
+        if self.config.teacher is None or self.config.teacher.prompt is None:
+            return None
+        return self.work.teacher_prompt_tokens or self.work.prompt_tokens + PRIVILEGED_TOKENS
+
+    def _size(self, architecture: Architecture) -> ModelSize:
+        return ModelSize(architecture, self.layout, self.element)
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation and of a weight."""
+        return WEIGHT_BYTES[self.config.train.precision]
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Weights that servers get once: under factors that they get as an adapter."""
+        sends_factors = sends_adapter(self.config, self.models.student)
+        return self.element * self.student.total_parameters() if sends_factors else 0
+
+    @property
+    def published_bytes(self) -> int:
+        """What each publish sends, to however many servers."""
+        whole = ModelSize(self.models.student, Layout(1))
+        if self.frozen_bytes and (lora := self.config.student.lora):
+            return self.element * whole.factor_parameters(lora.rank, stage=0)
+        return self.element * whole.total_parameters() if self.config.rollout.has_servers else 0
+
+    @property
+    def golden(self) -> int:
+        """Golden solutions among the sequences of one step, over all ranks."""
+        config, objective = self.config, self.config.objective
+        needed = (
+            config.largest_lambda or objective.name == "sft" or objective.on_policy_fraction < 1
+        )
+        if not needed:
+            return 0
+        sources = config.data.sources
+        with_golden = sum(source.weight for source in sources if source.may_have_golden)
+        weights = sum(source.weight for source in sources)
+        return math.ceil(config.rollout.prompts_per_step * with_golden / weights)
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts of one step, over all ranks."""
+        rollout = self.config.rollout
+        is_sft = self.config.objective.name == "sft"
+        return 0 if is_sft else rollout.prompts_per_step * rollout.samples_per_prompt
+
+    @property
+    def sequences(self) -> int:
+        """Rollouts and golden solutions of one step, over all ranks."""
+        return self.rollouts + self.golden
+
+    @property
+    def trained_tokens(self) -> int:
+        """Prompt and response tokens of one step, over all ranks."""
+        return self.sequences * self.work.tokens
+
+    @property
+    def response_rows(self) -> int:
+        """Response tokens of one step, over all ranks."""
+        return self.sequences * self.work.response_tokens
+
+    @property
+    def scored(self) -> int:
+        """Rollouts and off-policy golden solutions of one step, over all ranks.
+
+        Teacher and reference score only these.
+        """
+        return self.sequences - math.floor(self.config.objective.on_policy_fraction * self.golden)
+
+    @property
+    def scored_rows(self) -> int:
+        """Response tokens of one step that teacher and reference score, over all ranks."""
+        return self.scored * self.work.response_tokens
+
+    @property
+    def kinds(self) -> list[int]:
+        """Sequences of one step that share micro-batches: first the scored ones, then others."""
+        return [count for count in (self.scored, self.sequences - self.scored) if count]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: a prompt and a response, or an episode's context."""
+        observed = (self.config.max_turns - 1) * OBSERVED_TOKENS
+        length = self.work.prompt_tokens + self.longest_sampled + observed
+        return length if not observed else min(length, self.models.student.max_positions)
+
+    @property
+    def longest_sampled(self) -> int:
+        """The most tokens that one rollout samples in sequence, with all turns in one context."""
+        most = self.config.longest_episode
+        room = self.models.student.max_positions - self.work.prompt_tokens
+        return most if self.config.max_turns == 1 else min(most, room)
+
+    def share(self, sequences: int) -> int:
+        """Tokens that one data-parallel rank has of these sequences of a step in a minibatch."""
+        ranks = self.layout.data * self.config.train.minibatches
+        return math.ceil(sequences / ranks) * self.work.tokens
+
+    @property
+    def largest_share(self) -> int:
+        """Tokens of one rank in one minibatch, at least the longest sequence, up to 1,024 more."""
+        return 1024 * math.ceil(max(self.share(max(self.kinds)), self.longest) / 1024)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of the largest micro-batch: a sequence longer than the budget has its own."""
+        budget = max(self.config.train.micro_batch_tokens, self.longest)
+        return min(budget, self.share(max(self.kinds)))
+
+    @property
+    def rank_tokens(self) -> float:
+        """Tokens of the largest micro-batch that one context rank holds."""
+        return self.micro_batch_tokens / self.layout.context
+
+    def num_micro_batches_of(self, sequences: int) -> int:
+        """One rank's micro-batches of one kind's `sequences` in an optimizer step.
+
+        As data/packing.py makes them: an interleaved pipeline reads each kind in groups, one
+        micro-batch for each stage.
+        """
+        needed = math.ceil(self.share(sequences) / self.micro_batch_tokens)
+        group = self.layout.pipeline if self.config.parallel.virtual_pipeline else 1
+        return group * math.ceil(needed / group)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """One rank's micro-batches of all kinds in an optimizer step."""
+        return sum(map(self.num_micro_batches_of, self.kinds))
+
+
+def planned_run(
+    config: Config, cluster: Cluster, gpu: str = "h200", work: Work | None = None
+) -> PlannedRun:
+    """The run on GPUs of this name."""
+    device, models = device_named(gpu), read_models(config)
+    if cluster.server_nodes:  # rollouts from SGLang, as in slurm/servers.sh
+        sglang = config.rollout.sglang.model_copy(update={"placement": "external"})
+        config = config.replaced(rollout={"engine": "sglang", "sglang": sglang})
+    return PlannedRun(config, models, cluster, device, work or default_work(config))
+
+
+def default_work(config: Config) -> Work:
+    """Assume turns of half the limit, and episodes of half of `max_turns` in one context."""
+    if config.max_turns == 1:
+        return Work(response_tokens=max(1, config.longest_turn // 2))
+    room = _architecture(config.student, "student").max_positions - Work().prompt_tokens
+    sampled = observed = total = 0.0
+    for source in config.data.sources:
+        turns, weight = (config.environment_of(source).longest + 1) // 2, source.weight
+        of_turn = max(1, config.budget_of(source) // 2)
+        lengths = turns * of_turn, (turns - 1) * OBSERVED_TOKENS
+        part = weight * min(1.0, room / sum(lengths))
+        sampled, observed = sampled + part * lengths[0], observed + part * lengths[1]
+        total += weight
+    return Work(response_tokens=round(sampled / total), observed_tokens=round(observed / total))
+
+
+def read_models(config: Config) -> Models:
+    """Architectures of the models on the trainer's GPUs."""
+    models = config.models_in_trainer.items()
+    sizes = {name: _architecture(model, name) for name, model in models}
+    student, is_self = sizes["student"], config.teacher is not None and config.teacher.is_self
+    teacher = student if is_self else sizes.get("teacher")
+    return Models(student, teacher, reference=config.largest_beta > 0)
+
+
+def _architecture(model: ModelConfig, name: str) -> Architecture:
+    source, _ = model_source(model, name)
+    return read_architecture(source, window=model.window, rope_theta=model.rope_theta)
+
+
+def plan_topology(config: Config, cluster: Cluster, gpu: str) -> Topology:
+    """The topology on GPUs of this name; `cpu`: on a CPU, as the tests have it."""
+    memory_gib = None if gpu == "cpu" else device_named(gpu).memory_gib
+    return derive_topology(config, _architecture(config.student, "student"), cluster, memory_gib)

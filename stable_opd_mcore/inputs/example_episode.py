@@ -1,0 +1,98 @@
+"""An episode with a fixed text as each turn of the student.
+
+    example = play_episode(prompt, settings, tokenizer, system_prompt, window, max_new_tokens)
+    example.rollout, example.failure, example.roles
+
+It runs the user's function in a process of its own, as training does.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stable_opd_mcore.config.environment_settings import EnvironmentConfig
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.endings import Ending
+from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.inputs.pair import EXAMPLE
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.episodes import Episode
+from stable_opd_mcore.rollout.interaction import Interaction
+
+_SECONDS = 60.0  # then the student gets no further turn
+
+
+@dataclass(frozen=True)
+class Example:
+    """An episode. It is open if it took too long."""
+
+    function: str  # of the environment
+    rollout: Rollout
+    roles: frozenset[str]  # of the messages that continued a context
+    failure: str | None  # why the environment failed; None: it did not
+    setting: str = "data.train"  # or data.eval, which has the row
+
+    def of(self, setting: str) -> Example:
+        """The same, of a row of this setting."""
+        return replace(self, setting=setting)
+
+    def line(self) -> str:
+        """How many turns and tokens it had, and what ended it."""
+        rollout = self.rollout
+        ending = {
+            Ending.STOP: f"returned {rollout.reward}",
+            Ending.TURNS: "cut by environment.max_turns",
+            Ending.WINDOW: "cut where the window is full",
+            Ending.OPEN: f"cut after {_SECONDS:.0f} s",
+        }.get(rollout.finish_reason, str(rollout.finish_reason))
+        turns = [turn for turn in rollout.turns if turn.num_tokens]
+        observed = sum(len(turn.before) for turn in turns)
+        return (
+            f"environment  {self.function}, {self.setting} row "
+            f"{rollout.prompt.prompt_id}: {len(turns)} turns, {len(rollout.token_ids)} sampled "
+            f"and {observed} observed tokens; {ending}"
+        )
+
+
+def play_episode(
+    prompt: Prompt,
+    settings: EnvironmentConfig,
+    tokenizer: Tokenizer,
+    system_prompt: str | None,
+    window: int,
+    max_new_tokens: int,
+) -> Example:
+    """The prompt's episode.
+
+    Raises:
+        UserError: the user's file fails as it is imported, or the chat template cannot write what
+            the environment yields.
+    """
+    settings = settings.model_copy(update={"workers": 1})
+    environments = {str(prompt.environment): settings}
+    interaction = Interaction(environments, tokenizer, tokenizer, system_prompt, window)
+    whole = np.array([*tokenizer.encode(EXAMPLE), tokenizer.stop_token_ids[0]], np.int32)
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    episode, end = Episode.begin(prompt, 0, 0), time.monotonic() + _SECONDS
+    try:
+        while not episode.is_ended and time.monotonic() < end:
+            if episode.is_open:
+                said = whole[: episode.budget(sampling, window)]
+                reason = Ending.STOP if len(said) == len(whole) else Ending.LENGTH
+                no_logprobs = np.zeros(len(said), np.float32)
+                episode = episode.with_tokens(said, no_logprobs, reason, 0, text=EXAMPLE)
+            else:
+                episode = episode.after(interaction.observe(episode, sampling, 0).result())
+    finally:
+        interaction.close()
+    if interaction.refusal is not None:
+        raise DataError(interaction.refusal)
+    return Example(
+        str(settings.function),
+        episode.rollout(),
+        frozenset(interaction.roles),
+        interaction.first_failure,
+    )

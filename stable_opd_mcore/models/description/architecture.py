@@ -1,0 +1,341 @@
+"""Architectures, read from Hugging Face's config.json by what families.py says of their family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.description.config_fields import (
+    READ_OUTSIDE,
+    Fields,
+    decoder_settings,
+    is_mxfp4,
+    read_fields,
+)
+from stable_opd_mcore.models.description.families import FAMILIES, Family
+from stable_opd_mcore.models.description.layer_types import (
+    LINEAR,
+    SLIDING,
+    layers_of_type,
+    read_layer_types,
+)
+from stable_opd_mcore.models.description.rotary_settings import Rotary, RotaryScaling, read_rotary
+from stable_opd_mcore.models.description.unread_settings import read_keys
+
+# Two names of one setting. transformers reads one of them, or the one that comes last in the file.
+_SYNONYMS = (("num_experts", "num_local_experts"), ("num_experts_per_tok", "experts_per_token"))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The MLPs of a layer, of which a router chooses some for each token."""
+
+    number: int
+    per_token: int
+    normalised: bool  # the probabilities of a token's chosen experts are divided by their sum
+    shared_width: int | None  # width of the expert that every token passes; None: no such expert
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The sizes of a gated delta net. A key head serves equally many value heads."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # size of one key head
+    value_dim: int  # size of one value head
+    conv_width: int  # tokens that the convolution reads
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads of one key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of queries, keys and values, over which the convolution runs."""
+        return 2 * self.keys + self.values
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The sizes and settings that define a model."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    ffn_hidden_size: int  # one expert's in a mixture of experts
+    experts: Experts | None  # None: one dense MLP in each layer
+    vocab_size: int  # rows of the embedding as stored, which may exceed the tokenizer's
+    max_positions: int
+    rms_norm_eps: float
+    rotary: Rotary
+    tied: bool  # the output head is the embedding
+    initializer_range: float
+    delta_net: DeltaNet | None  # sizes of its gated delta nets; None: it has none
+    delta_layers: tuple[int, ...]  # indices, from 0, of the layers with a gated delta net
+    sliding_window: int | None  # tokens, itself included, that a token reads in sliding_layers
+    sliding_layers: tuple[int, ...]  # indices, from 0, of the layers with a sliding window
+    mxfp4: bool = field(compare=False)  # its files hold the experts in MXFP4; an export never does
+    source: dict[str, Any] = field(compare=False, repr=False)  # config.json, completed, for export
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - len(self.delta_layers)
+
+    @property
+    def products(self) -> int:
+        """Multiplications of one token in all layers, without the attention's scores and sums."""
+        heads = (2 + self.family.gated_attention) * self.num_attention_heads
+        attention = (heads + 2 * self.num_key_value_heads) * self.head_dim * self.hidden_size
+        mixers = self.num_attention_layers * attention
+        if (net := self.delta_net) is not None:
+            # The gates z and the outputs are as wide as the values; decay and beta have a column
+            # for each value head. A token reads the state twice and writes it once.
+            widths = net.channels + 2 * net.values + 2 * net.num_value_heads
+            layer = widths * self.hidden_size + 3 * net.values * net.key_dim
+            mixers += len(self.delta_layers) * layer
+        return mixers + self.num_layers * self.mlp_products
+
+    @property
+    def dense_width(self) -> int:
+        """Width of the MLP that every token passes: a layer's only one, or its shared expert."""
+        return self.ffn_hidden_size if self.experts is None else self.experts.shared_width or 0
+
+    @property
+    def router_rows(self) -> int:
+        """Rows of a layer's router, and of the gate of its shared expert."""
+        return 0 if self.experts is None else self.experts.number + (self.dense_width > 0)
+
+    @property
+    def mlp_products(self) -> int:
+        """Multiplications of one token in one layer's MLP, by its experts and the router."""
+        chosen = 0 if self.experts is None else self.experts.per_token * self.ffn_hidden_size
+        return (3 * (self.dense_width + chosen) + self.router_rows) * self.hidden_size
+
+    @property
+    def attention_length(self) -> float:
+        """Tokens of a sequence whose causal attention multiplies as much as the rest of a layer."""
+        unlimited = self.num_attention_layers - len(self.sliding_layers)
+        return self.products / (unlimited * self.num_attention_heads * self.head_dim)
+
+
+def read_architecture(
+    source: str | Path | Mapping[str, Any],
+    *,
+    window: int | None = None,
+    rope_theta: float | None = None,
+) -> Architecture:
+    """Read a model directory, a config.json, or its fields given inline.
+
+    Args:
+        window, rope_theta: replace those of the config, also in `Architecture.source`.
+
+    Raises:
+        UserError: no such file, not JSON, unknown model_type, a key missing or with a value that
+            is not implemented. The message names the file and the key.
+    """
+    origin, settings = read_fields(source)
+    family = _family(origin, settings)
+    settings = _changed(settings, window, rope_theta)
+    mxfp4 = family.stacked_experts and is_mxfp4(settings)
+    if mxfp4:
+        settings = {key: each for key, each in settings.items() if key != "quantization_config"}
+    fields = Fields(origin, family.with_defaults(decoder_settings(settings)))
+    _refuse_unsupported(fields, family)
+    heads, groups, head_dim = _heads(fields)
+    rotary = read_rotary(fields, head_dim, family.rotary_share, must_say=family.stretched)
+    _refuse_disagreements(fields, family, settings, rotary.scaling)
+    types = read_layer_types(
+        fields, delta_nets=family.delta_nets, sliding_windows=family.sliding_windows
+    )
+    delta_layers, sliding_layers = layers_of_type(LINEAR, types), layers_of_type(SLIDING, types)
+    eps = fields.number("rms_norm_eps", 1e-6)
+    tied = fields.flag("tie_word_embeddings")
+    # To transformers a missing key may mean another value than it does here.
+    written_out = {"num_key_value_heads": groups, "head_dim": head_dim, "rms_norm_eps": eps}
+    return Architecture(
+        model_type=fields.values["model_type"],
+        num_layers=fields.count("num_hidden_layers"),
+        hidden_size=fields.count("hidden_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        ffn_hidden_size=fields.count(family.expert_width or "intermediate_size"),
+        experts=_experts(fields, family) if family.expert_width else None,
+        vocab_size=fields.count("vocab_size"),
+        max_positions=fields.count("max_position_embeddings"),
+        rms_norm_eps=eps,
+        rotary=rotary,
+        tied=tied,
+        initializer_range=fields.number("initializer_range", 0.02),
+        delta_net=_delta_net(fields) if delta_layers else None,
+        delta_layers=delta_layers,
+        sliding_window=fields.count("sliding_window") if sliding_layers else None,
+        sliding_layers=sliding_layers,
+        mxfp4=mxfp4,
+        source={"tie_word_embeddings": tied, **_completed(settings, written_out)},
+    )
+
+
+def _family(origin: str, settings: Mapping[str, Any]) -> Family:
+    model_type = settings.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UserError(
+            f"{origin}: model_type {model_type!r} is not supported; "
+            f"take a model of one of these types: {', '.join(sorted(FAMILIES))}"
+        )
+    if FAMILIES[model_type].text_type and not isinstance(settings.get("text_config"), Mapping):
+        raise UserError(f"{origin}: no text_config, which a {model_type} config needs; add it")
+    if FAMILIES[model_type].text_type is None and settings.get("text_config"):
+        raise UserError(
+            f"{origin}: text_config, which a {model_type} config does not have; remove it, or "
+            "correct model_type"
+        )
+    return FAMILIES[model_type]
+
+
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
+    """Raise a UserError for a setting that switches something on which the family lacks."""
+    model_type = fields.values["model_type"]
+    for key, wanted in family.supported.items():
+        found = fields.values[key]
+        if found != wanted and found not in family.spellings.get(key, ()):
+            raise UserError(
+                f"{fields.origin}: {key}={found!r} is not supported for {model_type}; "
+                f"expected {wanted!r}; correct config.json if the weights are not of that kind, "
+                "else take another model"
+            )
+
+
+def _refuse_disagreements(
+    fields: Fields, family: Family, settings: Mapping[str, Any], scaling: RotaryScaling | None
+) -> None:
+    """Raise a UserError for two values of one setting, by two names or in and outside text_config,
+    of which transformers may read the other."""
+    pairs = [(a, fields.get(a), b, fields.get(b)) for a, b in _SYNONYMS]
+    if scaling is not None:
+        original, again = "original_max_position_embeddings", "initial_context_length"
+        pairs.append((original, scaling.original_max_positions, again, fields.get(again)))
+    if family.text_type:
+        text = settings["text_config"]
+        outside = read_keys(family) & settings.keys() - {"initializer_range", *READ_OUTSIDE}
+        given = {key: text[key] for key in outside if text.get(key) is not None}
+        pairs += [(f"text_config.{k}", given.get(k, "absent"), k, settings[k]) for k in outside]
+    for first, value, second, other in sorted(pairs, key=str):
+        if None not in (value, other) and value != other:
+            raise UserError(
+                f"{fields.origin}: {first}={value!r:.60} and {second}={other!r:.60} differ; keep "
+                "the right one, or make them equal"
+            )
+
+
+def _delta_net(fields: Fields) -> DeltaNet:
+    net = DeltaNet(
+        num_key_heads=fields.count("linear_num_key_heads"),
+        num_value_heads=fields.count("linear_num_value_heads"),
+        key_dim=fields.count("linear_key_head_dim"),
+        value_dim=fields.count("linear_value_head_dim"),
+        conv_width=fields.count("linear_conv_kernel_dim"),
+    )
+    if net.num_value_heads % net.num_key_heads:
+        raise UserError(
+            f"{fields.origin}: linear_num_value_heads={net.num_value_heads} is not a multiple of "
+            f"linear_num_key_heads={net.num_key_heads}; correct config.json"
+        )
+    return net
+
+
+def _heads(fields: Fields) -> tuple[int, int, int]:
+    """Attention heads, heads of keys and values, and the size of one."""
+    origin = fields.origin
+    head_dim = None if fields.get("head_dim") is None else fields.count("head_dim")
+    heads = fields.count("num_attention_heads")
+    hidden = fields.count("hidden_size")
+    if head_dim is None and hidden % heads:
+        raise UserError(
+            f"{origin}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}: "
+            "set head_dim"
+        )
+    groups = fields.count("num_key_value_heads", heads)
+    if heads % groups:
+        raise UserError(
+            f"{origin}: num_attention_heads={heads} is not a multiple of "
+            f"num_key_value_heads={groups}; correct config.json"
+        )
+    return heads, groups, head_dim or hidden // heads
+
+
+def _experts(fields: Fields, family: Family) -> Experts:
+    # transformers 5 writes num_local_experts; published files have num_experts.
+    key = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
+    number = fields.count(key)
+    per_token = fields.count("num_experts_per_tok")
+    if per_token > number:
+        raise UserError(
+            f"{fields.origin}: num_experts_per_tok={per_token} exceeds num_experts={number}; "
+            "correct config.json"
+        )
+    normalised = fields.flag("norm_topk_prob")
+    if per_token == 1 and normalised:
+        raise UserError(
+            f"{fields.origin}: num_experts_per_tok=1 with norm_topk_prob=true is not supported: "
+            "the weight of the only expert is 1 whatever the router says; take another model"
+        )
+    return Experts(
+        number,
+        per_token,
+        normalised=normalised,
+        shared_width=(
+            fields.count("shared_expert_intermediate_size") if family.shared_expert else None
+        ),
+    )
+
+
+def _completed(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the decoder's keys that it lacks."""
+    if "text_config" in settings:
+        return {**settings, "text_config": _completed(settings["text_config"], values)}
+    given = {key: value for key, value in settings.items() if value is not None}
+    return {**settings, **values, **given}
+
+
+def _changed(
+    settings: Mapping[str, Any], window: int | None, rope_theta: float | None
+) -> Mapping[str, Any]:
+    if "text_config" in settings:
+        return {**settings, "text_config": _changed(settings["text_config"], window, rope_theta)}
+    changed = dict(settings)
+    if window is not None:
+        changed["max_position_embeddings"] = window
+    if rope_theta is not None:
+        holders = [
+            key
+            for key in ("rope_parameters", "rope_scaling")
+            if isinstance(changed.get(key), dict) and "rope_theta" in changed[key]
+        ]
+        for key in holders:
+            changed[key] = {**changed[key], "rope_theta": rope_theta}
+        if "rope_theta" in changed or not holders:
+            changed["rope_theta"] = rope_theta
+    return changed

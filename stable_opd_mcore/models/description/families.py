@@ -1,0 +1,155 @@
+"""The model families that can be built.
+
+A new decoder family is an entry of FAMILIES, and of models/tensors.py if its tensors have other
+names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between model types; all have pre-RMSNorm, SwiGLU and RoPE."""
+
+    sglang_class: str  # SGLang's name of the decoder's class, for config.json's "architectures"
+    qkv_bias: bool
+    qk_norm: bool
+    supported: Mapping[str, Any]  # key of config.json -> its only implemented value
+    # Key of config.json -> more values with the same meaning as the implemented one
+    spellings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # Key of config.json -> what a missing one means, where that is not the implemented value
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    expert_width: str | None = None  # the key of the experts' width; None: one dense MLP a layer
+    shared_expert: bool = False  # every token also passes one more expert, which has a gate
+    # In a model with other parts: the model_type of its decoder alone. The decoder's settings are
+    # then in text_config, and its tensors in model.language_model
+    text_type: str | None = None
+    # RMSNorm multiplies by 1 + weight, except inside a gated delta net
+    zero_centred_norms: bool = False
+    # The output of each query head is multiplied by a gate, whose rows are in q_proj
+    gated_attention: bool = False
+    rotary_share: float = 1.0  # rotated share of a head's elements, if config.json gives none
+    stretched: bool = False  # transformers stretches the window if rope_parameters are absent
+    delta_nets: bool = False  # layers of type linear_attention have a gated delta net instead
+    sliding_windows: bool = False  # layers of type sliding_attention read only the last tokens
+    sinks: bool = False  # each head has a sink (models/layers/attention_sinks.py)
+    biases: bool = False  # the attention's output, the router and the experts have biases
+    # The bound of an expert's gate and up, whose product is gate · sigmoid(1.702 gate) · (up + 1);
+    # None: the product is SwiGLU's, without a bound
+    glu_limit: float | None = None
+    # Files stack the experts of a layer in one tensor, transposed, with gate and up interleaved
+    stacked_experts: bool = False
+    # Files hold the delta nets' q, k, v and z in one tensor, by key heads, and b and a in another
+    joined_delta_nets: bool = False
+    # Prefixes of the tensors of other parts of the model, which are not built but copied on export
+    carried: tuple[str, ...] = ()
+
+    def with_defaults(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The decoder's settings, and the values of the keys that config.json lacks."""
+        return {**self.supported, **self.defaults, **settings}
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the decoder's tensors begin with."""
+        return "model.language_model." if self.text_type else "model."
+
+
+_PLAIN = {
+    "hidden_act": "silu",
+    "is_causal": True,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "quantization_config": None,
+}
+_NO_ATTENTION_BIAS = {"attention_bias": False}
+_ALL_LAYERS_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_NO_LAYERS = {"mlp_only_layers": (None,)}
+_QWEN3: dict[str, Any] = {
+    "qkv_bias": False,
+    "qk_norm": True,
+    "supported": _PLAIN | _NO_ATTENTION_BIAS,
+}
+_HYBRID: dict[str, Any] = {
+    "qkv_bias": False,
+    "qk_norm": True,
+    "zero_centred_norms": True,
+    "gated_attention": True,
+    "rotary_share": 0.25,
+    "delta_nets": True,
+    "spellings": {"output_gate_type": ("silu", "swish")},  # of the norm in a gated delta net
+}
+_DELTA_NET_GATE = {"output_gate_type": None}
+_QWEN3_5: dict[str, Any] = _HYBRID | {
+    "supported": _PLAIN | _NO_ATTENTION_BIAS | _DELTA_NET_GATE | {"attn_output_gate": True},
+    "carried": ("model.visual.", "mtp."),
+}
+_GPT_OSS = {
+    "attention_bias": True,
+    "norm_topk_prob": True,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+_SHARED_EXPERT: dict[str, Any] = {
+    "expert_width": "moe_intermediate_size",
+    "shared_expert": True,
+}
+_QWEN3_5_MOE: dict[str, Any] = {
+    **_QWEN3_5,
+    **_SHARED_EXPERT,
+    "supported": _QWEN3_5["supported"] | {"norm_topk_prob": True},
+}
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, supported=_PLAIN),
+    "qwen3": Family("Qwen3ForCausalLM", **_QWEN3),
+    "qwen3_vl": Family("Qwen3ForCausalLM", text_type="qwen3", carried=("model.visual.",), **_QWEN3),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        qkv_bias=False,
+        qk_norm=True,
+        supported=_PLAIN | _NO_ATTENTION_BIAS | _ALL_LAYERS_SPARSE,
+        spellings=_NO_LAYERS,
+        expert_width="moe_intermediate_size",
+    ),
+    "llama": Family(
+        "LlamaForCausalLM", qkv_bias=False, qk_norm=False, supported=_PLAIN | _NO_ATTENTION_BIAS
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        qkv_bias=False,
+        qk_norm=False,
+        supported=_PLAIN | {"sliding_window": None},
+        defaults={"sliding_window": 4096},
+    ),
+    # Qwen3.5, 3.6 and 3.8: as published, and as transformers saves the text model by itself
+    "qwen3_5": Family("Qwen3_5ForCausalLM", text_type="qwen3_5_text", **_QWEN3_5),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_QWEN3_5),
+    "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM", text_type="qwen3_5_moe_text", **_QWEN3_5_MOE),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", **_QWEN3_5_MOE),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        supported=_PLAIN | _NO_ATTENTION_BIAS | _ALL_LAYERS_SPARSE | _DELTA_NET_GATE,
+        defaults={"norm_topk_prob": True},
+        joined_delta_nets=True,
+        carried=("mtp.",),
+        **_HYBRID | {"spellings": _HYBRID["spellings"] | _NO_LAYERS},
+        **_SHARED_EXPERT,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        qkv_bias=True,
+        qk_norm=False,
+        supported=_PLAIN | _GPT_OSS,
+        defaults={"rms_norm_eps": 1e-5},
+        stretched=True,
+        expert_width="intermediate_size",
+        sliding_windows=True,
+        sinks=True,
+        biases=True,
+        glu_limit=7.0,
+        stacked_experts=True,
+    ),
+}

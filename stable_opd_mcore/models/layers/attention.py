@@ -1,0 +1,256 @@
+"""Self-attention in plain torch for Megatron's layers, over packed sequences.
+
+Shapes: T packed tokens, P cells of their padded rectangles, A query heads and G key-value groups of
+this tensor rank, D head size, H hidden size.
+
+One class replaces the forward of Megatron's SelfAttention. Sequences of similar length are attended
+to together, so nothing loops over the sequences of a micro-batch. Under context parallelism the
+keys of all ranks are gathered. Not for decoding: rollout/ has its own cached attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+from stable_opd_mcore.models.layers.attention_sinks import (
+    attend_with_sinks,
+    causal_bias,
+    sinks_of,
+    window_of,
+)
+from stable_opd_mcore.models.layers.rotary import rotate
+from stable_opd_mcore.parallel.context import token_indices
+
+_BUCKET_RATIO = 0.75  # the shortest sequence of a bucket, as a share of the longest, at least
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm marked for sequence parallelism, which Megatron's torch norm refuses."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore
+
+
+class ZeroCentredRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 1.0 + self.weight.float()
+        return F.rms_norm(x.float(), self.normalized_shape, factor, self.eps).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """T packed tokens laid out as a few rectangles [sequences, longest], each attended to at once.
+
+    Every packed token has exactly one cell. The cells after a sequence's end repeat its first
+    token: causal attention ignores them, and their outputs are dropped.
+    """
+
+    shapes: tuple[tuple[int, int], ...]  # (sequences, longest) per rectangle
+    token_of_cell_P: Tensor | None  # int64; None: one rectangle in the packed order
+    cell_of_token_T: Tensor | None  # int64
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> Buckets:
+        """Group sequences of similar length, longest first."""
+        lengths_of = [(length, i) for i, length in enumerate(lengths) if length]
+        if len({length for length, _ in lengths_of}) == 1:
+            return cls(((len(lengths_of), lengths_of[0][0]),), None, None)
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        shapes: list[tuple[int, int]] = []
+        token_of_cell: list[Tensor] = []
+        cell_of_token = torch.empty(starts[-1], dtype=torch.int64)
+        lengths_of.sort(key=lambda item: (-item[0], item[1]))
+        cell = begin = 0
+        while begin < len(lengths_of):
+            longest = lengths_of[begin][0]
+            end = begin
+            while end < len(lengths_of) and lengths_of[end][0] >= _BUCKET_RATIO * longest:
+                length, i = lengths_of[end]
+                tokens = torch.arange(starts[i], starts[i] + length)
+                token_of_cell.append(F.pad(tokens, (0, longest - length), value=starts[i]))
+                cell_of_token[tokens] = torch.arange(cell, cell + length)
+                cell += longest
+                end += 1
+            shapes.append((end - begin, longest))
+            begin = end
+        return cls(tuple(shapes), torch.cat(token_of_cell).to(device), cell_of_token.to(device))
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """The whole sequences to which the queries of this rank's slices attend.
+
+    Their rectangles match those of the slices one by one, `group.size()` times as long; keys are
+    gathered rank after rank.
+    """
+
+    group: dist.ProcessGroup
+    buckets: Buckets
+    masks: tuple[Tensor, ...]  # bool [sequences, 1, longest slice, longest]: True is attended to
+
+    @classmethod
+    def of(
+        cls, cu_seqlens: Tensor, queries: Buckets, positions_T: Tensor, group: dist.ProcessGroup
+    ) -> GatheredKeys:
+        """Build it from the rectangles of this rank's slices, and their tokens' positions."""
+        ranks = range(group.size())
+        order = torch.cat([token_indices(cu_seqlens, rank, group.size()) for rank in ranks])
+        gathered_T = torch.empty_like(order)
+        gathered_T[order] = torch.arange(len(order), device=order.device)
+        whole = Buckets.of(cu_seqlens.diff().tolist(), order.device)
+        positions = _to_cells(positions_T, queries).split(
+            [n * cells for n, cells in queries.shapes]
+        )
+        masks = tuple(
+            part.view(sequences, 1, -1, 1) >= torch.arange(longest, device=order.device)
+            for part, (sequences, longest) in zip(positions, whole.shapes, strict=True)
+        )
+        return cls(group, Buckets(whole.shapes, _to_cells(gathered_T, whole), None), masks)
+
+    def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All ranks' keys and values [T, 1, G, D]; the backward pass sums the ranks' gradients."""
+        both = gather_from_sequence_parallel_region(
+            torch.cat((key, value), dim=2), group=self.group
+        )
+        return both.chunk(2, dim=2)
+
+
+_NO_BUCKETS = Buckets((), None, None)
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of packed sequences, and their rectangles."""
+
+    buckets: Buckets = _NO_BUCKETS
+    keys: GatheredKeys | None = None  # None: this rank holds whole sequences
+
+    @classmethod
+    def of(
+        cls, cu_seqlens: Tensor, positions_T: Tensor, group: dist.ProcessGroup, **described: Any
+    ) -> PackedSequences:
+        """Add rectangles to `described`, the fields of Megatron's PackedSeqParams.
+
+        The ranks of `group` hold the slices of the sequences; a group of one holds them whole.
+        """
+        lengths = [length // group.size() for length in cu_seqlens.diff().tolist()]
+        buckets = Buckets.of(lengths, positions_T.device)
+        keys = None
+        if group.size() > 1:
+            keys = GatheredKeys.of(cu_seqlens, buckets, positions_T, group)
+        return cls(**described, buckets=buckets, keys=keys)
+
+
+class TorchSelfAttention(SelfAttention):
+    """Megatron's self-attention, computed by torch's scaled_dot_product_attention."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: PackedSequences,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Each sequence's causal attention to itself, [T, 1, H] or its sequence-parallel slice."""
+        assert attention_mask is None, "a mask would hide nothing else in packed sequences"
+        is_gated: bool = self.config.attention_output_gate
+        query, key, value, *gates = cast(
+            tuple[Tensor, ...],
+            self.get_query_key_value_tensors(hidden_states, None, output_gate=is_gated),
+        )
+        heads = (rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), value)
+        buckets, keys = packed_seq_params.buckets, packed_seq_params.keys
+        output = _packed(
+            *heads,
+            buckets=buckets,
+            keys=keys,
+            scale=self.config.softmax_scale,
+            sinks=sinks_of(self),
+            window=window_of(self),
+        )
+        for gate in gates:
+            output = output * gate.flatten(2).sigmoid()
+        return self.linear_proj(output)
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    buckets: Buckets,
+    keys: GatheredKeys | None = None,
+    scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention within each sequence of [T, 1, heads, D], as [T, 1, A D].
+
+    Args:
+        sinks, window: the layer's (attention_sinks.py). Only a layer with sinks has a window.
+    """
+    assert window is None or sinks is not None
+    parts = []
+    whole, masks = buckets, (None,) * len(buckets.shapes)
+    if keys is not None:
+        whole, masks = keys.buckets, keys.masks
+        key, value = keys.gather(key, value)
+    heads = (_rectangles(query, buckets), _rectangles(key, whole), _rectangles(value, whole))
+    for q, k, v, mask in zip(*heads, masks, strict=True):
+        if sinks is not None:
+            assert mask is None, "a layout with context parallelism is refused"
+            bias = causal_bias(q.shape[2], window, like=q)
+            attended = attend_with_sinks(q, k, v, sinks, bias=bias, scale=scale)
+        else:
+            attended = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        parts.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
+    return from_rectangles(parts, buckets).unsqueeze(1)
+
+
+def _rectangles(rows_T1: Tensor, buckets: Buckets) -> list[Tensor]:
+    """[T, 1, heads, D] as one [sequences, heads, longest, D] per rectangle."""
+    return [part.transpose(1, 2) for part in to_rectangles(rows_T1.squeeze(1), buckets)]
+
+
+def to_rectangles(rows_T: Tensor, buckets: Buckets) -> list[Tensor]:
+    """[T, ...] as one [sequences, longest, ...] per rectangle."""
+    parts = _to_cells(rows_T, buckets).split([n * longest for n, longest in buckets.shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, buckets.shapes, strict=True)]
+
+
+def from_rectangles(parts: list[Tensor], buckets: Buckets) -> Tensor:
+    """[T, ...] of the cells of all rectangles, [sequences * longest, ...] each."""
+    rows_P = torch.cat(parts) if len(parts) > 1 else parts[0]
+    if buckets.cell_of_token_T is None:
+        return rows_P
+    return rows_P.index_select(0, buckets.cell_of_token_T)
+
+
+def _to_cells(rows_T: Tensor, buckets: Buckets) -> Tensor:
+    if buckets.token_of_cell_P is None:
+        return rows_T
+    return rows_T.index_select(0, buckets.token_of_cell_P)

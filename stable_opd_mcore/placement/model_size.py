@@ -1,0 +1,358 @@
+"""Parameters, activations and floating-point operations of one model on one rank.
+
+Parameter counts are exact. Saved activations follow Transformer Engine's layers (fused norm and
+rotary embedding, flash attention), not the torch layers of a CPU run, which keep more.
+
+A mixture of experts is counted as if every expert were chosen equally often.
+
+H hidden, Q query width (heads x head size), K key-value width, F feed-forward width, V vocabulary
+rows of the stored embedding, t tensor ranks.
+"""
+
+from dataclasses import dataclass
+
+from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.placement.layout import Layout
+
+# Bytes of a parameter's weight and of its Adam state: fp32 weights, which with fp32 are the
+# model's own, and two moments.
+WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
+ADAM_BYTES = {"bf16": 12, "fp32": 8}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """One model on one layout. Counts are per rank unless they say otherwise."""
+
+    architecture: Architecture
+    layout: Layout
+    element: int = 2  # bytes of an activation
+
+    @property
+    def layers_per_stage(self) -> int:
+        return self.architecture.num_layers // self.layout.pipeline
+
+    @property
+    def query_width(self) -> int:
+        return self.architecture.num_attention_heads * self.architecture.head_dim
+
+    @property
+    def key_width(self) -> int:
+        return self.architecture.num_key_value_heads * self.architecture.head_dim
+
+    @property
+    def head_rows(self) -> int:
+        """Vocabulary rows of one tensor rank, padded to equal shards."""
+        return -(-self.architecture.vocab_size // self.layout.tensor)
+
+    @property
+    def gated_width(self) -> int:
+        """Width of queries and, where the attention has them, of its gates."""
+        return self.query_width * (2 if self.architecture.family.gated_attention else 1)
+
+    def delta_layers(self, stage: int) -> int:
+        """Layers of a stage with a gated delta net instead of attention."""
+        chunk = self.layers_per_stage // self.layout.virtual
+        chunks = (layer // chunk for layer in self.architecture.delta_layers)
+        return sum(number % self.layout.pipeline == stage for number in chunks)
+
+    def _attention_parameters(self) -> int:
+        model, t = self.architecture, self.layout.tensor
+        qkv_rows = (self.gated_width + 2 * self.key_width) // t
+        attention = model.hidden_size * (qkv_rows + self.query_width // t)
+        if model.family.qkv_bias:
+            attention += qkv_rows
+        if model.family.qk_norm:
+            attention += 2 * model.head_dim
+        if model.family.biases:
+            attention += model.hidden_size
+        if model.family.sinks:
+            attention += model.num_attention_heads // t
+        return attention
+
+    def _delta_net_parameters(self) -> int:
+        model, net = self.architecture, self.architecture.delta_net
+        if net is None:
+            return 0
+        cut = model.hidden_size * 2 * net.num_value_heads  # decay and beta
+        cut += net.channels * net.conv_width + 2 * net.num_value_heads
+        return self._delta_net_matrices() + cut // self.layout.tensor + net.value_dim
+
+    def _delta_net_matrices(self) -> int:
+        """Parameters of the two projections of a gated delta net that are computed in FP8."""
+        model, net = self.architecture, self.architecture.delta_net
+        if net is None:
+            return 0
+        return model.hidden_size * (net.channels + 2 * net.values) // self.layout.tensor
+
+    def _rest_parameters(self) -> int:
+        """Parameters of one layer's norms, SwiGLU or shared expert, and router, without experts."""
+        model = self.architecture
+        biases = model.router_rows * model.family.biases
+        return self._dense_mlp_parameters() + (model.router_rows + 2) * model.hidden_size + biases
+
+    def _dense_mlp_parameters(self) -> int:
+        """Parameters of one layer's MLP that every token passes, a shared expert's included."""
+        model = self.architecture
+        return 3 * model.dense_width // self.layout.tensor * model.hidden_size
+
+    def expert_parameters(self) -> int:
+        """Parameters of this rank's experts in a stage's layers; 0 in a dense model."""
+        model = self.architecture
+        if model.experts is None:
+            return 0
+        own = model.experts.number // self.layout.expert
+        each = 3 * model.ffn_hidden_size * model.hidden_size
+        if model.family.biases:
+            each += 2 * model.ffn_hidden_size + model.hidden_size
+        return self.layers_per_stage * own * each
+
+    def factor_parameters(self, rank: int, stage: int) -> int:
+        """Parameters of the low-rank factors in one stage's layers, a shared expert's included,
+        without those of experts."""
+        model, net, t = self.architecture, self.architecture.delta_net, self.layout.tensor
+        hidden, delta_layers = model.hidden_size, self.delta_layers(stage)
+        # A of a matrix that is cut by rows, and B of one that is cut by columns, are whole.
+        heads = self.gated_width + self.query_width + 2 * self.key_width
+        layers = (self.layers_per_stage - delta_layers) * (4 * hidden + heads // t)
+        if net is not None:
+            heads = net.channels + 2 * net.values + 2 * net.num_value_heads
+            num_matrices = 3 if model.family.joined_delta_nets else 5
+            layers += delta_layers * (num_matrices * hidden + heads // t)
+        if model.dense_width:
+            layers += self.layers_per_stage * 3 * (hidden + model.dense_width // t)
+        return rank * layers
+
+    def expert_factor_parameters(self, rank: int) -> int:
+        """Parameters of the low-rank factors of this rank's experts; 0 in a dense model."""
+        model, hidden = self.architecture, self.architecture.hidden_size
+        if model.experts is None:
+            return 0
+        own = self.layers_per_stage * model.experts.number // self.layout.expert
+        # Gate and up share their A where files interleave them.
+        each = (2 if model.family.stacked_experts else 3) * hidden + 3 * model.ffn_hidden_size
+        return own * rank * each
+
+    def widest_matrix(self) -> int:
+        """Elements of a layer's largest matrix, joined as Megatron joins matrices."""
+        model, net, layout = self.architecture, self.architecture.delta_net, self.layout
+        attention = self.gated_width + 2 * self.key_width
+        delta_net = net.channels + net.values if net else 0
+        mlp = 2 * model.ffn_hidden_size // (1 if model.experts else layout.tensor)
+        return max(attention // layout.tensor, delta_net // layout.tensor, mlp) * model.hidden_size
+
+    def fp8_parameters(self, stage: int) -> int:
+        """Parameters of the matrices in FP8 on one pipeline stage."""
+        model, layout = self.architecture, self.layout
+        heads = (self.gated_width + self.query_width + 2 * self.key_width) // layout.tensor
+        delta_layers = self.delta_layers(stage)
+        mixers = (self.layers_per_stage - delta_layers) * model.hidden_size * heads
+        mixers += delta_layers * self._delta_net_matrices()
+        mlps = self.layers_per_stage * self._dense_mlp_parameters()
+        return mixers + mlps + self.expert_parameters()
+
+    def stage_parameters(self, stage: int) -> int:
+        """Parameters of one pipeline stage: 0 has the embedding, the last norm and head."""
+        return self.shared_parameters(stage) + self.expert_parameters()
+
+    def shared_parameters(self, stage: int) -> int:
+        """Parameters of one pipeline stage without its experts."""
+        model, last = self.architecture, self.layout.pipeline - 1
+        delta_layers = self.delta_layers(stage)
+        count = self.layers_per_stage * self._rest_parameters()
+        count += (self.layers_per_stage - delta_layers) * self._attention_parameters()
+        count += delta_layers * self._delta_net_parameters()
+        matrix = self.head_rows * model.hidden_size
+        if stage == 0:
+            count += matrix
+        if stage == last:
+            count += model.hidden_size
+            if not model.tied or last > 0:  # a tied head on its own stage is a copy
+                count += matrix
+        return count
+
+    def total_parameters(self) -> int:
+        """Parameters of the whole model, with embedding and head."""
+        return ModelSize(self.architecture, Layout(1)).stage_parameters(0)
+
+    def read_parameters(self, tokens: float) -> float:
+        """Parameters of the whole model that `tokens` tokens read: all but unchosen experts."""
+        one = ModelSize(self.architecture, Layout(1))
+        experts = self.architecture.experts
+        if experts is None:
+            return one.stage_parameters(0)
+        unchosen = (1 - experts.per_token / experts.number) ** tokens
+        return one.shared_parameters(0) + one.expert_parameters() * (1 - unchosen)
+
+    def saved_by_layers(self, recompute: str, stage: int) -> float:
+        """Saved for backward by a stage's layers, per token of this rank's slice of a batch."""
+        delta_layers = self.delta_layers(stage)
+        saved = (self.layers_per_stage - delta_layers) * self.saved_bytes(recompute)
+        if delta_layers:
+            saved += delta_layers * self.saved_bytes(recompute, delta=True)
+        return saved
+
+    def saved_bytes(self, recompute: str, *, delta: bool = False) -> float:
+        """Saved for backward by one layer, per token of this rank's slice of a micro-batch.
+
+        delta: the layer has a gated delta net instead of attention.
+        """
+        model, t, hidden = self.architecture, self.layout.tensor, self.local_hidden
+        if recompute == "full":
+            return self.element * hidden
+        queries, keys = self.query_width / t, self.key_width / t
+        mlp = self.mlp_bytes()
+        norms = 2 * self._norm_bytes(hidden, 1 / self.norm_ranks)
+        # Rotated queries and keys, values, output
+        mixer = self.element * 2 * (queries + keys)
+        if delta:
+            mixer = self._delta_net_bytes()
+        elif model.family.gated_attention:
+            mixer += self.element * 2 * queries  # gates, and the product
+        saved = mixer + norms + mlp
+        if recompute == "selective":  # the MLP, from the input of Transformer Engine's fused norm
+            saved -= mlp
+            if model.experts is None:
+                saved -= self.element * hidden + 4 / self.norm_ranks
+        if delta:
+            return saved
+        if model.family.qk_norm:
+            heads = (model.num_attention_heads + model.num_key_value_heads) / t
+            saved += self._norm_bytes(queries + keys, heads)
+            saved -= self.element * (queries + keys)  # their outputs are not kept
+        return saved + 4 * model.num_attention_heads / t  # log-sums of the attention
+
+    def _delta_net_bytes(self) -> float:
+        """Saved by a gated delta net's kernels per token. The inputs of convolution and recurrence,
+        the gates and the outputs are in the model's precision; decay, beta and a state for each 64
+        tokens are in fp32."""
+        net = self.architecture.delta_net
+        assert net is not None
+        narrow = self.element * (2 * net.channels + 3 * net.values)
+        wide = 4 * net.num_value_heads * (2 + net.key_dim * net.value_dim / 64)
+        return (narrow + wide) / self.layout.tensor
+
+    def mlp_bytes(self) -> float:
+        """Saved by one layer's MLP, or by its router and this rank's experts."""
+        model = self.architecture
+        # Gate and up, and their product; where it has no kernel of its own, every step is kept
+        widths = 3 if model.family.glu_limit is None else 8
+        dense = self.element * widths * model.dense_width / self.layout.tensor
+        if model.experts is None:
+            return dense
+        # Input and output of the experts
+        kept = widths * model.ffn_hidden_size + 2 * model.hidden_size
+        # fp32: logits and probabilities of the router
+        router = 2 * 4 * model.experts.number / self.norm_ranks
+        shared = dense + self.element * self._shared_output()
+        return self.element * self.expert_copies() * kept + router + shared
+
+    def expert_copies(self) -> float:
+        """Tokens at this rank's experts, per token of a micro-batch; 0 in a dense model."""
+        experts = self.architecture.experts
+        return 0.0 if experts is None else experts.per_token / self.norm_ranks
+
+    def saved_outside_layers(self, last: bool) -> float:
+        """Saved per token outside the layers: ids, rotary angles, the last stage's final norm."""
+        inputs = 9 + self.element * self.architecture.rotary.size
+        return inputs + self.final_norm_bytes() if last else inputs
+
+    def final_norm_bytes(self) -> float:
+        """Saved by the last stage's norm per token; its output is the loss's."""
+        norm = self._norm_bytes(self.local_hidden, 1 / self.norm_ranks)
+        return norm - self.element * self.local_hidden
+
+    @property
+    def norm_ranks(self) -> int:
+        """Ranks over which sequence parallelism cuts norms and the residual stream."""
+        return self.layout.tensor if self.layout.sequence else 1
+
+    @property
+    def local_hidden(self) -> float:
+        """Width of the residual stream on one rank."""
+        return self.architecture.hidden_size / self.norm_ranks
+
+    def _norm_bytes(self, width: float, rows: float) -> float:
+        """RMSNorm: input and output, and a factor for each row in fp32."""
+        return 2 * self.element * width + 4 * rows
+
+    def forward_bytes(self, tokens: float) -> float:
+        """Largest sum of one layer's tensors in a pass without gradients over `tokens` tokens."""
+        # The embeddings, which stay to the end, the layer's input, the attention's output
+        streams = 3 * self.local_hidden
+        if self.architecture.experts is not None:
+            outputs = self.expert_copies() * self.architecture.hidden_size + self._shared_output()
+            moments = self._dispatched() + outputs, self._mixed()
+            return self.element * tokens * (streams + max(moments))
+        ffn = self.architecture.ffn_hidden_size / self.layout.tensor
+        # The sum is largest at one of these moments: gate and up; then their product as well; or in
+        # a gated delta net q, k, v and z, what is convolved, and the outputs.
+        moments = 2 * ffn + self._gathered(), 3 * ffn, self._mixed()
+        return self.element * tokens * (streams + max(moments))
+
+    def backward_bytes(self, recompute: str, tokens: float) -> float:
+        """Largest sum of what the backward pass of the last layer holds next to all saved tensors.
+
+        It follows from what each operation reads and writes; workspaces are not counted.
+        """
+        held = self.element * self.local_hidden
+        if recompute != "none":  # what the layer saves when it is computed again, and its output
+            kinds = (False, True) if self.architecture.delta_layers else (False,)
+            again = (
+                self.saved_bytes("none", delta=kind) - self.saved_bytes(recompute, delta=kind)
+                for kind in kinds
+            )
+            held += max(again) + held
+        if self.architecture.experts is not None:
+            # In the layer's own forward pass, when the experts' outputs are put in order: the saved
+            # inputs of the experts, what was sent, received and computed, and the residual.
+            outputs = self.local_hidden + self._shared_output()
+            return tokens * (held + self.element * (self._dispatched() + outputs))
+        ffn = self.architecture.ffn_hidden_size / self.layout.tensor
+        # The product's gradient is read, those of gate and up are written; the product is freed.
+        return tokens * (held + self.element * max(ffn + self._gathered(), 2 * ffn))
+
+    def _mixed(self) -> float:
+        """Elements per token of a gated delta net: q, k, v and z, what is convolved, outputs."""
+        net = self.architecture.delta_net
+        return 0 if net is None else (2 * net.channels + 2 * net.values) / self.layout.tensor
+
+    def _shared_output(self) -> float:
+        """Elements per token of a shared expert's output; 0 without one."""
+        has_one = self.architecture.experts is not None and self.architecture.dense_width
+        return self.local_hidden if has_one else 0.0
+
+    def _dispatched(self) -> float:
+        """Elements per token of an experts' layer: copies sent, received, computed and in order."""
+        return 4 * self.expert_copies() * self.architecture.hidden_size
+
+    def _gathered(self) -> int:
+        """Elements per token of a linear layer's input that sequence parallelism gathers."""
+        return self.architecture.hidden_size if self.layout.sequence else 0
+
+    def forward_flops(self, tokens: float, mean_context: float) -> float:
+        """Operations of the whole model over all its ranks, without the head. Attention is causal,
+        and does not exceed a sliding window."""
+        model = self.architecture
+        sliding = len(model.sliding_layers)
+        read = (model.num_attention_layers - sliding) * mean_context
+        read += sliding * min(mean_context, model.sliding_window or 0)
+        return 2 * tokens * (model.products + 2 * self.query_width * read)
+
+    def head_flops(self, rows: float) -> float:
+        """One product of hidden states with the whole output head."""
+        return 2 * rows * self.architecture.hidden_size * self.architecture.vocab_size
+
+    def kv_bytes(self, element_bytes: int = 2) -> float:
+        """Key-value cache of one token over the whole model."""
+        return 2 * self.architecture.num_attention_layers * self.key_width * element_bytes
+
+    def state_bytes(self, element_bytes: int = 2) -> float:
+        """What a sequence of any length keeps over the whole model: the states of gated delta nets,
+        and the last inputs of their convolutions."""
+        net = self.architecture.delta_net
+        if net is None:
+            return 0.0
+        state = 4 * net.values * net.key_dim
+        inputs = element_bytes * (net.conv_width - 1) * net.channels
+        return len(self.architecture.delta_layers) * (state + inputs)

@@ -1,0 +1,353 @@
+"""Architectures are read from config.json; a wrong one is refused with the file and the key."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.models.description.families import FAMILIES
+from stable_opd_mcore.models.description.unread_settings import unread_settings
+from stable_opd_mcore.models.files.small_files import write_config
+from tests.models import tiny
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "gpt2"},
+            f"model_type 'gpt2' is not supported; .*: {', '.join(sorted(FAMILIES))}",
+        ),
+        ({"model_type": ["qwen3"]}, r"model_type \['qwen3'\] is not supported"),
+        ({"hidden_size": None}, "no hidden_size, which"),
+        ({"vocab_size": "many"}, "vocab_size='many' should be a positive whole number"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type 'longrope'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+            "no original_max_position_embeddings, which rope_type 'yarn' needs",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+            "no factor, which rope_type .linear. needs",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}},
+            "no low_freq_factor, which rope_type .llama3. needs",
+        ),
+        (
+            {"rope_scaling": {"type": "default"}},
+            r"rope_parameters={.*} and rope_scaling={'type': 'default'} differ",
+        ),
+        (
+            {"rope_scaling": {"type": "default", "rope_theta": 5e5}},
+            r"rope_parameters={.*} and rope_scaling={.*} differ",
+        ),
+        ({"rope_parameters": None}, "no rope_theta, nor one in rope_parameters"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* not supported"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            r"rope_parameters={.*} and rope_scaling={'type': 'yarn', 'factor': 4.0} differ",
+        ),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads=4 is not a multiple of num_key_value_heads=3",
+        ),
+        ({"head_dim": None, "hidden_size": 34}, "hidden_size=34 is not a multiple"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small' should be a positive number"),
+        ({"initializer_range": float("inf")}, "initializer_range=inf should be a positive number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True should be a positive whole number"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] should be an object"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' should be a positive number"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn' should be an object"),
+        ({"rope_theta": 4e4}, "rope_theta=40000.0, but 10000.0 in rope_parameters"),
+        (
+            {
+                "rope_parameters": YARN | {"rope_theta": 1e4},
+                "original_max_position_embeddings": 64,  # with which transformers computes
+            },
+            "original_max_position_embeddings=64, but 32 in rope_parameters",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}},
+            "{'factor': 4.0} without rope_type, which has no effect",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "type": "yarn"}},
+            "rope_type='default' and type='yarn' differ",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": ["yarn"]}},
+            r"rope_type \['yarn'\] is not supported",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "rope_parameters.full_attention={.* is not supported; expected one setting",
+        ),
+        (
+            {"rope_parameters": YARN | {"rope_theta": 1e4, "truncate": "no"}},
+            "truncate='no' should be true or false",
+        ),
+        (
+            {"rope_parameters": YARN | {"rope_theta": 1e4, "attn_factor": 0.8782488562869419}},
+            r"{'attn_factor': 0.87.* by 1, it by 1.13863; expected .* add attention_factor=1\.0 if",
+        ),
+        (
+            {"rope_parameters": YARN | {"rope_theta": 1e4, "apply_yarn_scaling": False}},
+            r"{'apply_yarn_scaling': False} of YaRN, which servers read",
+        ),
+        (
+            {"rope_parameters": YARN | {"rope_theta": 1e4, "extrapolation_factor": 0.5}},
+            "extrapolation_factor=0.5 is not supported; expected 1",
+        ),
+        (
+            {
+                "rope_parameters": YARN
+                | {"rope_type": "llama3", "rope_theta": 1e4}
+                | {"low_freq_factor": 4.0, "high_freq_factor": 1.0}
+            },
+            "low_freq_factor=4 should be below high_freq_factor=1",
+        ),
+        (
+            {"rope_parameters": YARN | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5 with rope_type 'yarn' is not supported for qwen3",
+        ),
+        ({"head_dim": "8"}, "head_dim='8' should be a positive whole number"),
+        ({"head_dim": 7}, "partial_rotary_factor=1.0 of head_dim=7 rotates 7 elements"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' should be true or false"),
+        ({"layer_types": 4}, "layer_types=4 should be a list"),
+        ({"is_causal": False}, "is_causal=False is not supported for qwen3; expected True"),
+        ({"text_config": "x"}, "text_config='x' should be an object"),
+        ({"text_config": {"text_config": None}}, "text_config has a text_config of its own"),
+        ({"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta=1 should be above 1"),
+        ({"text_config": {"hidden_size": 8}}, "text_config, which a qwen3 config does not have"),
+    ],
+)
+def test_bad_values_in_config_json_are_refused(changes: dict, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config("qwen3") | changes))
+    with pytest.raises(ValueError, match=f"config.json: {message}"):
+        read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling", "plain"])
+def test_window_and_rope_theta_replace_those_of_config_json(form: str) -> None:
+    fields = {k: v for k, v in tiny.config("qwen2").items() if not k.startswith("rope")}
+    given = {"rope_type": "default", "rope_theta": 1e4}
+    fields |= {"rope_theta": 1e4} if form == "plain" else {form: given}
+    changed = read_architecture(fields, window=999, rope_theta=4e4)
+    assert (changed.max_positions, changed.rotary.theta) == (999, 4e4)
+    assert read_architecture(fields).rotary.theta == given["rope_theta"] == 1e4
+    # The exported config.json has them too, and transformers reads the same there.
+    assert read_architecture(changed.source) == changed
+    own = AutoConfig.for_model(**changed.source)
+    assert (own.max_position_embeddings, own.rope_parameters["rope_theta"]) == (999, 4e4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("qwen3_moe", {"num_local_experts": 4}, "num_experts=8 and num_local_experts=4 differ"),
+        ("gpt_oss", {"num_experts": 4}, "num_experts=4 and num_local_experts=8 differ"),
+        ("gpt_oss", {"experts_per_token": 2}, "num_experts_per_tok=3 and experts_per_token=2"),
+        ("gpt_oss", {"initial_context_length": 8}, "original_max_position_embeddings=64 and"),
+        ("qwen3_5", {"rms_norm_eps": 1e-3}, "text_config.rms_norm_eps=1e-06 and rms_norm_eps=0.00"),
+        (
+            "qwen3_5",
+            {"full_attention_interval": 2},
+            "text_config.full_attention_interval=.absent. a",
+        ),
+        ("qwen3_5", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config={"),
+        ("qwen3_moe", {"num_local_experts": 8}, None),
+        ("gpt_oss", {"experts_per_token": 3, "initial_context_length": 64}, None),
+        ("qwen3_5", {"rms_norm_eps": 1e-6, "initializer_range": 0.5}, None),
+    ],
+)
+def test_two_values_of_one_setting_are_refused(model_type, changes, message) -> None:
+    fields = tiny.config(model_type) | changes
+    fields.get("text_config", fields).setdefault("quantization_config", None)
+    if message is None:
+        assert read_architecture(fields) == tiny.architecture(model_type)
+        assert unread_settings(fields) == {}
+    else:
+        with pytest.raises(ValueError, match=message):
+            read_architecture(fields)
+
+
+@pytest.mark.parametrize("outside", [True, False, None])
+@pytest.mark.parametrize("inside", [True, False, None])
+def test_heads_of_models_with_other_parts_are_tied_as_by_transformers(outside, inside) -> None:
+    fields, key = tiny.config("qwen3_5"), "tie_word_embeddings"
+    for each, value in ((fields, outside), (fields["text_config"], inside)):
+        each.pop(key)
+        each |= {} if value is None else {key: value}
+    tied = read_architecture(fields).tied
+    model = tiny.transformer(copy.deepcopy(fields), 0)
+    assert tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+    listed = {} if inside in (None, tied) else {f"text_config.{key}": inside}
+    assert unread_settings(fields) == listed
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_next"])
+def test_no_layers_with_one_dense_mlp_may_be_null(model_type: str) -> None:
+    fields = tiny.config(model_type, mlp_only_layers=None)
+    assert read_architecture(fields) == tiny.architecture(model_type)
+    assert AutoConfig.for_model(**fields).mlp_only_layers == []
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_an_exported_config_says_what_a_missing_key_meant(model_type: str) -> None:
+    fields = tiny.config(model_type)
+    inner = fields.get("text_config", fields)
+    usual = AutoConfig.for_model(model_type).get_text_config()
+    for key in ("head_dim", "num_key_value_heads", "rms_norm_eps"):
+        inner.pop(key, None)
+    read = read_architecture(fields)
+    own = AutoConfig.for_model(**read.source).get_text_config()
+    assert own.num_key_value_heads == read.num_key_value_heads == read.num_attention_heads
+    assert own.head_dim == read.head_dim == read.hidden_size // read.num_attention_heads
+    assert own.rms_norm_eps == read.rms_norm_eps == usual.rms_norm_eps
+
+
+@pytest.mark.parametrize("keys", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype"), ()])
+def test_an_exported_config_names_one_type(keys: tuple[str, ...], tmp_path: Path) -> None:
+    for model_type in ("qwen3", "qwen3_5"):
+        fields = tiny.config(model_type)
+        for each in (fields, fields.get("text_config", fields)):
+            each |= dict.fromkeys(keys, "bfloat16")
+        write_config(read_architecture(fields), torch.float32, tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())
+        for each in (written, written.get("text_config", written)):
+            assert {each.get(key) for key in keys or ("dtype",)} == {"float32"}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_next"])
+def test_the_gate_of_a_delta_net_may_be_named(model_type: str) -> None:
+    fields = tiny.config(model_type)
+    inner = fields.get("text_config", fields)
+    plain = read_architecture(fields)
+    for name in ("silu", "swish"):  # 3.6 and 3.8 say swish, 3.5 says nothing
+        inner["output_gate_type"] = name
+        named = read_architecture(fields)
+        assert named == plain
+        assert named.source.get("text_config", named.source)["output_gate_type"] == name
+    inner["output_gate_type"] = "sigmoid"
+    with pytest.raises(ValueError, match="output_gate_type='sigmoid' is not supported"):
+        read_architecture(fields)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_missing_keys_mean_the_same_to_transformers(model_type: str) -> None:
+    """A key may be left out where transformers' default is the implemented value."""
+    defaults = AutoConfig.for_model(model_type).get_text_config()
+    for key, implemented in FAMILIES[model_type].supported.items():
+        usual = FAMILIES[model_type].defaults.get(key, implemented)
+        assert getattr(defaults, key, usual) == usual, key
+        fields = tiny.config(model_type)
+        fields.get("text_config", fields).pop(key, None)
+        if usual == implemented:
+            read_architecture(fields)
+        else:
+            with pytest.raises(ValueError, match=f"{key}={usual} is not supported"):
+                read_architecture(fields)
+    fields = tiny.config(model_type)
+    fields.get("text_config", fields).pop("norm_topk_prob", None)
+    if (experts := read_architecture(fields).experts) is not None:
+        assert experts.normalised == getattr(defaults, "norm_topk_prob", True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu_limit": 5.0}, r"swiglu_limit=5.0 is not supported for gpt_oss; expected 7.0"),
+        ({"layer_types": ["linear_attention"] * 4}, r"layer_types=\['linear_attention'\] is not"),
+        (
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer_types has 4 layers, 0 of them full_att",
+        ),
+        ({"sliding_window": None}, "no sliding_window, which a gpt_oss config needs"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true is not"),
+        (
+            {"rope_parameters": None, "rope_theta": 1e4},
+            "no rope_parameters nor rope_scaling, which transformers then invents for a gpt_oss",
+        ),
+    ],
+)
+def test_bad_values_of_sliding_windows_and_biased_experts_are_refused(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_architecture(tiny.config("gpt_oss", **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types has 4 layers, 0 of them full_att"),
+        ({"layer_types": ["full_attention"]}, r"layer_types has 1 layers.* expected 4"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types=.* is not supported"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads=3 is not a multiple of"),
+        ({"linear_num_key_heads": None}, "no linear_num_key_heads, which a qwen3_5_moe config"),
+        ({"attn_output_gate": False}, "attn_output_gate=False is not supported for qwen3_5_moe"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported for qwen3_5_moe"),
+        ({"shared_expert_intermediate_size": None}, "no shared_expert_intermediate_size, which a"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}},
+            "partial_rotary_factor=0.2 of head_dim=16 rotates 3 elements",
+        ),
+    ],
+)
+def test_bad_values_of_hybrids_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_architecture(tiny.config("qwen3_5_moe", **changes))
+
+
+def test_a_config_without_its_nested_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="no text_config, which a qwen3_5 config needs"):
+        read_architecture({"model_type": "qwen3_5"})
+
+
+def test_layers_and_rotated_share_have_the_defaults_of_transformers() -> None:
+    fields = tiny.config("qwen3_5", num_hidden_layers=8, rope_parameters={"rope_theta": 1e4})
+    del fields["text_config"]["layer_types"]
+    architecture = read_architecture(fields)
+    assert architecture.delta_layers == (0, 1, 2, 4, 5, 6)
+    assert architecture.rotary.size == 4
+    fields = {k: v for k, v in tiny.config("gpt_oss").items() if k != "layer_types"}
+    assert read_architecture(fields).sliding_layers == (0, 2)
+    assert AutoConfig.for_model(**fields).layer_types[:2] == ["sliding_attention", "full_attention"]
+
+
+def test_settings_of_a_nested_config_are_changed_where_they_are_read() -> None:
+    changed = read_architecture(tiny.config("qwen3_5"), window=999, rope_theta=4e4)
+    assert (changed.max_positions, changed.rotary.theta) == (999, 4e4)
+    assert "max_position_embeddings" not in changed.source
+    own = AutoConfig.for_model(**changed.source).get_text_config()
+    assert (own.max_position_embeddings, own.rope_parameters["rope_theta"]) == (999, 4e4)
+
+
+def test_missing_or_malformed_config_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json: no such file"):
+        read_architecture(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"model\.safetensors: a file; give a directory with"):
+        read_architecture(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{\n"model_type": }')
+    with pytest.raises(ValueError, match=r"not valid JSON: .* line 2"):
+        read_architecture(tmp_path)
+
+
+def test_older_rope_settings_are_read() -> None:
+    """transformers before 5 wrote rope_theta and rope_scaling side by side."""
+    old = tiny.config("llama") | {"rope_parameters": None, "rope_theta": 5e5}
+    assert read_architecture(old).rotary.theta == 5e5
+    old["rope_scaling"] = {"type": "linear", "factor": 2.0}
+    scaling = read_architecture(old).rotary.scaling
+    assert scaling is not None
+    assert (scaling.kind, scaling.factor) == ("linear", 2.0)

@@ -1,0 +1,223 @@
+"""Adapters in PEFT's form: what is written is the trained model, and is read back to the bit."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stable_opd_mcore.config.models import LoraConfig
+from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.files.huggingface import load_hf
+from stable_opd_mcore.models.files.peft_directory import (
+    export_adapter,
+    load_adapter,
+    unread_settings,
+)
+from stable_opd_mcore.models.gpt import build_model
+from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
+from stable_opd_mcore.models.layers.factors import factors_of
+from stable_opd_mcore.models.lora import adapt
+from stable_opd_mcore.models.weights import architecture_of
+from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from tests.models import tiny
+from tests.parallel.launch import run_ranks
+
+LENGTHS = [60, 9, 1, 17]
+
+
+def adapted(
+    fields: dict[str, Any], world: World, base: Path | None = None, expert_rank: int | None = None
+) -> list[Any]:
+    """A model with factors whose B is not zero."""
+    architecture = tiny.read_architecture(fields)
+    chunks = build_model(architecture, world, seed=1)
+    if base is not None:
+        load_hf(chunks, base)
+    adapt(chunks, rank=4, alpha=8.0, expert_rank=expert_rank)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for factors in factors_of(chunks):
+            for b_OR in factors.B:
+                b_OR.copy_(0.1 * torch.randn(b_OR.shape, generator=generator))
+    return chunks
+
+
+def logprobs_of(chunks: list[Any]) -> Tensor:
+    hidden_TH = forward_hidden(chunks[0], tiny.microbatch(LENGTHS))
+    head = output_head(chunks)
+    assert head is not None
+    return (hidden_TH @ head.weight_VH.T)[:, : tiny.VOCAB_SIZE].log_softmax(-1).detach()
+
+
+def logprobs_by_transformers(model: Any) -> Tensor:
+    tokens = tiny.microbatch(LENGTHS).tokens_T.split(LENGTHS)
+    with torch.no_grad():
+        logits = [model(input_ids=each[None]).logits[0] for each in tokens]
+    return torch.cat(logits).float().log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_matrices"),
+    [("qwen2", 7), ("qwen3_vl", 7), ("llama", 7), ("qwen3_5_text", 12), ("gpt_oss", 4)],
+)
+def test_the_files_are_the_trained_model(model_type, num_matrices, world: World, tmp_path) -> None:
+    fields = tiny.config(model_type)
+    tiny.transformer(fields, 0).save_pretrained(tmp_path / "base")
+    chunks = adapted(fields, world, tmp_path / "base")
+    export_adapter(chunks, tmp_path / "adapter", "the/base")
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (4, 8)
+    assert settings["base_model_name_or_path"] == "the/base"
+    assert len(settings["target_modules"]) == num_matrices
+    model = tiny.transformer(fields, 0)
+    tiny.add_adapter(model, load_file(tmp_path / "adapter" / "adapter_model.safetensors"), settings)
+    found, tolerance = logprobs_by_transformers(model), 2 * tiny.tolerance(chunks[0].architecture)
+    torch.testing.assert_close(found, logprobs_of(chunks), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3_vl", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gpt_oss"],
+)
+def test_peft_loads_the_files(model_type, world: World, tmp_path) -> None:
+    peft = pytest.importorskip("peft")
+    fields = tiny.config(model_type)
+    tiny.transformer(fields, 0).save_pretrained(tmp_path / "base")
+    chunks = adapted(fields, world, tmp_path / "base", expert_rank=2)
+    export_adapter(chunks, tmp_path / "adapter", str(tmp_path / "base"))
+    model = peft.PeftModel.from_pretrained(tiny.transformer(fields, 0), tmp_path / "adapter")
+    found = logprobs_by_transformers(model.eval())
+    tolerance = 2 * tiny.tolerance(chunks[0].architecture)
+    torch.testing.assert_close(found, logprobs_of(chunks), rtol=0, atol=tolerance)
+
+
+def test_fewer_ranks_of_experts_are_padded(world: World, tmp_path) -> None:
+    fields = tiny.config("qwen3_moe")
+    chunks = adapted(fields, world, expert_rank=2)
+    export_adapter(chunks, tmp_path, None)
+    pairs = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(4 in tensor.shape for tensor in pairs.values())
+    for factors in factors_of(chunks):
+        for name, a_RI, b_OR in zip(factors.entry.hf_names, factors.A, factors.B, strict=True):
+            stem = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            product = 2.0 * pairs[f"{stem}B.weight"] @ pairs[f"{stem}A.weight"]
+            torch.testing.assert_close(product, factors.scale * b_OR.detach() @ a_RI.detach())
+
+
+LAYOUT = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
+
+
+@pytest.mark.slow
+def test_an_adapter_of_any_layout_is_read_on_any_other(tmp_path) -> None:
+    run_ranks(1, write_and_read, str(tmp_path), "one", {})
+    run_ranks(4, write_and_read, str(tmp_path), "four", LAYOUT)
+    one, four = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "four")
+    )
+    assert one.keys() == four.keys()
+    assert all(torch.equal(one[key], four[key]) for key in one)
+
+
+def write_and_read(rank: int, world_size: int, path: str, name: str, parallel: dict) -> None:
+    """Four ranks write what they have read from the files of one."""
+    world = start_world(ParallelConfig(**parallel), seed=0)
+    if name == "one":
+        chunks = adapted(tiny.config("gpt_oss"), world)
+    else:
+        chunks = build_model(tiny.architecture("gpt_oss"), world)
+        adapt(chunks, rank=4, alpha=8.0)
+        load_adapter(chunks, Path(path) / "one", LoraConfig(rank=4, alpha=8.0))
+    export_adapter(chunks, Path(path) / name, None)
+    stop_world()
+
+
+@pytest.fixture
+def saved(world: World, tmp_path) -> tuple[list[Any], Path]:
+    chunks = adapted(tiny.config("qwen3"), world)
+    export_adapter(chunks, tmp_path, None)
+    return chunks, tmp_path
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("use_dora", True, "use_dora=True is not supported; expected False: give the model"),
+        ("alora_invocation_tokens", [1, 2], r"alora_invocation_tokens=\[1, 2\] is not supported"),
+        ("rank_pattern", {"q_proj": 8}, "rank_pattern={'q_proj': 8} is not supported"),
+        ("use_rslora", True, "use_rslora=True is not supported"),
+        ("bias", "all", "bias='all' is not supported; expected 'none'"),
+        ("init_lora_weights", "pissa", "init_lora_weights='pissa' is not supported"),
+        ("modules_to_save", ["lm_head"], r"modules_to_save=\['lm_head'\] is not supported"),
+        ("peft_type", "IA3", "peft_type='IA3' is not supported; expected 'LORA'"),
+        ("r", 8, r"student\.lora\.rank=4, but the adapter in .* has 8; set student\.lora\.rank=8"),
+        ("lora_alpha", 16, r"student\.lora\.alpha=8, .* has 16"),
+        ("r", "x", "r='x' and lora_alpha=8 should be positive numbers"),
+    ],
+)
+def test_variants_are_refused_by_name(saved, key, value, message) -> None:
+    chunks, path = saved
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(UserError, match=message):
+        load_adapter(chunks, path, LoraConfig(rank=4, alpha=8.0))
+
+
+def test_settings_of_an_adapter_that_are_not_known_are_named(saved) -> None:
+    path = saved[1]
+    file = path / "adapter_config.json"
+    assert unread_settings(path) == {}
+    usual = {"qalora_group_size": 16, "megatron_core": "megatron.core", "loftq_config": {}}
+    more = usual | {"layers_pattern": None, "new_form": False, "magnitude_cap": 3.0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    assert unread_settings(path) == {"magnitude_cap": 3.0}
+
+
+def test_an_adapter_says_how_its_model_was_changed(saved) -> None:
+    chunks, path = saved
+    lora = LoraConfig(rank=4, alpha=8.0)
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rank_pattern": None}))
+    theta = architecture_of(chunks).rotary.theta
+    for value, message in (
+        (theta, None),
+        (2 * theta, f"trained with rope_theta={2 * theta}, .* set student.rope_theta={2 * theta}"),
+        ("x", "should be numbers; restore the file"),
+    ):
+        (path / "trained.json").write_text(json.dumps({"run": "r", "rope_theta": value}))
+        with nullcontext() if message is None else pytest.raises(UserError, match=message):
+            load_adapter(chunks, path, lora)
+
+
+def test_a_pickle_is_named(saved) -> None:
+    chunks, path = saved
+    weights = path / "adapter_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    with pytest.raises(UserError, match=r"a pickle \(\.bin\) is not read: load the adapter with"):
+        load_adapter(chunks, path, LoraConfig(rank=4, alpha=8.0))
+
+
+def test_missing_and_foreign_tensors_are_refused_by_name(saved) -> None:
+    chunks, path = saved
+    lora, file = LoraConfig(rank=4, alpha=8.0), path / "adapter_model.safetensors"
+    pairs = load_file(file)
+    some = next(iter(pairs))
+    for changed, message in (
+        ({k: v for k, v in pairs.items() if k != some}, f"{some} has shape absent, expected"),
+        ({**pairs, "lm_head.lora_A.weight": torch.zeros(4, 4)}, "lm_head.*expected absent"),
+        ({**pairs, some: torch.zeros(2, 2)}, rf"{some} has shape \(2, 2\), expected \(4, "),
+        ({**pairs, some: torch.full_like(pairs[some], torch.nan)}, "holds NaN or infinity"),
+    ):
+        save_file(changed, file)
+        with pytest.raises(UserError, match=message):
+            load_adapter(chunks, path, lora)
+    file.write_bytes(b"x")
+    with pytest.raises(UserError, match="not readable"):
+        load_adapter(chunks, path, lora)
+    with pytest.raises(UserError, match="no such file; give a directory that PEFT has saved"):
+        load_adapter(chunks, path / "absent", lora)

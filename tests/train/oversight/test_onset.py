@@ -1,0 +1,117 @@
+"""Symptoms against hand-made series: bounds, noise, rare metrics, values that are missing."""
+
+import math
+import random
+
+import pytest
+
+from stable_opd_mcore.monitoring.names import NAMES
+from stable_opd_mcore.train.oversight.onset import (
+    BASELINE,
+    DETECTORS,
+    WINDOW,
+    Series,
+    learn,
+    observe,
+    symptoms,
+)
+
+
+def after(rows, watched=None):
+    """What the detectors have learnt after these rows, none of which had a symptom."""
+    watched = watched or {}
+    for values in rows:
+        watched = learn(observe(watched, values), values)
+    return watched
+
+
+def found_in(rows, watched):
+    """The metrics of the symptoms after more rows, from which nothing is learnt."""
+    for values in rows:
+        watched = observe(watched, values)
+    return [DETECTORS[s.name].metric for s in symptoms(watched)]
+
+
+def test_every_detector_reads_a_metric_that_runs_write():
+    assert all(detector.metric in NAMES for detector in DETECTORS.values())
+
+
+@pytest.mark.parametrize(
+    ("metric", "normal", "inside", "outside"),
+    [
+        ("rollout/truncation_rate", 0.2, 0.29, 0.31),
+        ("tokens/repetitive_share", 0.0, 0.09, 0.11),
+        ("advantage/abs_share_repetitive", 0.0, 0.04, 0.06),
+        ("rollout/repeated_turn_rate", 0.1, 0.24, 0.26),
+        ("rollout/response_length_mean", 100.0, 124.0, 126.0),
+        ("kl/teacher", 0.2, 0.39, 0.41),
+        ("kl/teacher", 0.01, 0.05, 0.07),
+        ("stop/student_mass", 0.9, 0.71, 0.69),
+        ("overlap/student_mass", 0.98, 0.89, 0.87),
+    ],
+)
+def test_metric_is_a_symptom_beyond_its_least_change(metric, normal, inside, outside):
+    watched = after([{metric: normal}] * BASELINE)
+    assert found_in([{metric: inside}] * WINDOW, watched) == []
+    assert found_in([{metric: outside}] * WINDOW, watched) == [metric]
+    better = 2 * normal - outside
+    assert found_in([{metric: better}] * WINDOW, watched) == []
+
+
+def test_recent_mean_must_fill_its_window_and_rare_metrics_need_one_value():
+    watched = after([{"kl/teacher": 0.1, "stop/student_mass": 1.0}] * BASELINE)
+    fresh = {name: Series(learnt=s.learnt, normal=s.normal) for name, s in watched.items()}
+    assert found_in([{"kl/teacher": 9.0}] * (WINDOW - 1), fresh) == []
+    assert found_in([{"kl/teacher": 9.0}] * WINDOW, fresh) == ["kl/teacher"]
+    low, high = {"stop/student_mass": 0.1}, {"stop/student_mass": 1.0}
+    assert found_in([low], fresh) == ["stop/student_mass"]
+    assert found_in([low, high], fresh) == []
+
+
+def test_nothing_is_a_symptom_before_the_normal_value_is_learnt():
+    rows = [{"kl/teacher": 0.1}] * (BASELINE - 1)
+    assert found_in([{"kl/teacher": 9.0}] * WINDOW, after(rows)) == []
+    assert found_in([{"kl/teacher": 9.0}] * WINDOW, after([*rows, rows[0]])) == ["kl/teacher"]
+
+
+def test_rare_metrics_wait_for_the_others():
+    both = {"kl/teacher": 0.1, "stop/student_mass": 1.0}
+    fallen = [{"stop/student_mass": 0.1}]
+    rest = [{"kl/teacher": 0.1}] * (BASELINE - 3)
+    assert found_in(fallen, after([both] * 2 + rest)) == []
+    assert found_in(fallen, after([both] * 2 + [*rest, rest[0]])) == ["stop/student_mass"]
+    assert found_in(fallen, after([both, *rest, rest[0], rest[0]])) == []  # one value
+
+
+def test_noise_of_a_metric_widens_its_bound():
+    noise = random.Random(0)
+    rows = [{"kl/teacher": noise.choice((0.0, 0.4))} for _ in range(BASELINE)]
+    watched = after(rows)
+    values = [row["kl/teacher"] for row in rows]
+    mean = sum(values) / len(values)
+    spread = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+    assert watched["teacher"].normal == pytest.approx(mean)
+    assert watched["teacher"].variance == pytest.approx(spread**2)
+    bound = mean + max(mean, 4 * spread / math.sqrt(WINDOW))
+    (symptom,) = symptoms(observe(after(rows), {"kl/teacher": 50.0}))
+    assert symptom.bound == pytest.approx(bound)
+    assert symptom.recent == pytest.approx((sum(values[-4:]) + 50) / 5)
+
+
+def test_learnt_mean_forgets_and_the_start_is_kept():
+    def then(count):
+        watched = after([{"kl/teacher": 1.0}] * count)
+        return learn(watched, {"kl/teacher": 2.0})["teacher"]
+
+    assert then(9).normal == then(9).start == pytest.approx(1.1)
+    assert then(24).normal == pytest.approx(1.04)
+    assert then(24).start == 1
+    assert then(90).normal == pytest.approx(1 + 1 / 60)
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf])
+def test_undefined_values_leave_a_series_as_it_was(value):
+    watched = after([{"kl/teacher": 0.1}] * 3)
+    values = {"kl/teacher": value}
+    assert learn(observe(watched, values), values) == watched
+    assert learn(observe(watched, {}), {}) == watched
