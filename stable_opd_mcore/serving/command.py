@@ -46,6 +46,7 @@ class ServerOptions:
     tensor: int = 1  # tensor-parallel ranks
     api_key: str | None = None  # None: a random one
     dummy_weights: bool = True  # random weights; the first publish sends the real ones
+    prefill_graphs: bool = False  # CUDA graphs of prefills; True: SGLang's choice
     memory_saver: bool = False  # colocated on a GPU: weights and cache can be released
     gpus: tuple[int, ...] = ()  # local ids, one per tensor rank; unused on a CPU
     memory_share: float | None = None  # share of the free GPU memory; None: SGLang's choice
@@ -74,9 +75,10 @@ def launch_command(options: ServerOptions, port: int, owner_pid: int) -> list[st
         # without --sleep-on-idle an idle scheduler keeps a core busy
         command += ["--attention-backend", "torch_native", "--sleep-on-idle"]
     else:
-        # Prefill graphs keep references to memory that later captures reuse, and stay on the GPU
-        # when the server's memory is released.
-        command += ["--cuda-graph-backend-prefill", "disabled"]
+        if not options.prefill_graphs:
+            # They keep references to memory that later captures reuse, and stay on the GPU when the
+            # server's memory is released.
+            command += ["--cuda-graph-backend-prefill", "disabled"]
         if options.memory_share is not None:
             command += ["--mem-fraction-static", str(options.memory_share)]
         if options.memory_saver:

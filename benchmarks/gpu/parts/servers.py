@@ -54,7 +54,7 @@ def run(record: Record, options: Options) -> None:
         note = f"older than {needed}, which a run needs: no publish is tested, a run refuses it"
         record.notice(f"SGLang {release}", note)
     if is_old or options.on_gpu:
-        record_lone_server(record, options)
+        record_lone_server(record, options, is_old)
     if is_old:
         return
     write_inputs(options.scratch, VOCAB, prompts=16, solution_words=16)
@@ -82,7 +82,7 @@ def sglang_release(options: Options) -> str:
     return found.stdout.strip()
 
 
-def record_lone_server(record: Record, options: Options) -> None:
+def record_lone_server(record: Record, options: Options, is_old: bool) -> None:
     """Start a server, sample, release its memory, take it back, and sample again."""
     architecture = read_architecture(qwen2(256, 2, 4, 2, 512, VOCAB))
     server = SglangServer(
@@ -91,6 +91,7 @@ def record_lone_server(record: Record, options: Options) -> None:
             model=str(write_model_config(architecture, options.scratch / "lone")),
             device=options.device,
             dtype="bfloat16" if options.on_gpu else "float32",
+            prefill_graphs=is_old,  # whose SGLang has no argument against them
             memory_saver=options.on_gpu,
             gpus=(0,) if options.on_gpu else (),
             memory_share=0.3 if options.on_gpu else None,
