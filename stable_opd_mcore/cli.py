@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from stable_opd_mcore.cli_files import interruptible, prepare, report, score, watch
+from stable_opd_mcore.cli_files import interruptible, prepare, report, score
 from stable_opd_mcore.errors import UserError
 
 app = typer.Typer(
@@ -257,7 +257,7 @@ def convert(
     typer.echo(f"{run_conversion(directory, target, tensor, pipeline, tokenizer)}: {target}")
 
 
-for command in (score, prepare, report, watch):
+for command in (score, prepare, report):
     app.command()(command)
 
 

@@ -1,4 +1,4 @@
-"""Report and live view in a browser: figures, events, the reader by keyboard, hostile text."""
+"""The report in a browser: figures, events, the reader by keyboard, a growing run, hostile text."""
 
 import re
 from dataclasses import replace
@@ -11,9 +11,9 @@ from stable_opd_mcore.data.token_files import TokenText, write_tokens
 from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.chosen_runs import ReportRun
 from stable_opd_mcore.monitoring.figures import FIGURES
+from stable_opd_mcore.monitoring.follow import ReportServer
 from stable_opd_mcore.monitoring.report import write_report
 from stable_opd_mcore.monitoring.sinks import JsonlSink
-from stable_opd_mcore.monitoring.watch import WatchServer
 from stable_opd_mcore.records import Prompt, Rollout, Turn
 from tests.integration.browser import BROWSER, Browser
 from tests.monitoring.make_run import HOSTILE, make_run
@@ -206,17 +206,17 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
     assert browser.requests == [report.as_uri()]
 
 
-def test_the_live_view_follows_a_run_over_its_restart(browser, tmp_path):
+def test_the_page_follows_a_run_over_its_restart(browser, tmp_path):
     run = make_run(tmp_path / "run", 30, collapse_at=10)
     store_tokens(run, 30, ["one ", "two"], advantage=(0.5, -0.5))
-    with WatchServer([run], 0) as server:
+    with ReportServer([run], 0) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
         browser.console.clear()
         browser.requests.clear()
         browser.open(server.url)
         browser.wait("document.querySelectorAll('.tokens span').length === 2")
-        browser.wait("document.getElementById('status').textContent.startsWith('step 30 of 800')")
+        browser.wait("document.getElementById('status').textContent === 'following'")
         browser.run("document.querySelector('details.figure').open = false")
         sink = JsonlSink(run / "metrics.jsonl", first_step=21)  # the run is resumed
         for step in (21, 22):
@@ -236,8 +236,6 @@ def test_the_live_view_follows_a_run_over_its_restart(browser, tmp_path):
         server.shutdown()
         thread.join()
     browser.wait("document.getElementById('status').textContent.startsWith('no answer')")
-    assert {url.partition("?")[0].removeprefix(server.url) for url in browser.requests} == {
-        "", "version", "rollouts", "rollout",
-    }  # fmt: skip
+    assert set(browser.requests) == {server.url}
     gone = re.compile("ERR_CONNECTION_|ERR_SOCKET_NOT_CONNECTED")
     assert [line for line in browser.console if not gone.search(line)] == []
