@@ -14,7 +14,7 @@ _THOUSANDS_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")  # 10\,00
 # At most three digits of exponent, like a double: 10^999999999 would fill the memory.
 _SCIENTIFIC = re.compile(r"(?<![\w\\.])(\d+(?:\.\d*)?)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
 _POINT_OR_E = re.compile(r"(?<=\d)\.(?=/)|\\mathrm\s*(?:\{e\}|e\b)")  # 1./3 and \mathrm{e}
-_ARGUMENT = r"\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\d)"
+_ARGUMENT = r"\s*(?:\{(?:[^{}]|\{[^{}]*\}){0,200}\}|\d)"
 _ROOT = re.compile(
     rf"\\sqrt\s*(\[\d+\])?\s*(\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}|\\(?!left|[dtc]?frac)[a-z]+)"
 )

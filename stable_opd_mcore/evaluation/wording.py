@@ -5,6 +5,7 @@ grading processes.
 """
 
 import re
+from collections import deque
 
 from stable_opd_mcore.evaluation.answers import (
     TWO_UNITS,
@@ -27,6 +28,7 @@ _BOUND = re.compile(
 _RELATION = re.compile(r"\\(?:[gl]eq?(?:slant)?|neq?|[gl]t)(?![A-Za-z])|[<>]")
 _BASE = re.compile(r"(?<![A-Za-z\d\\{}])[\dA-F]*\d_\{?(\d{1,2})(?!\d)")
 _SHORT = 200  # longest answer and gold to look at
+_MAX_STATEMENTS = 50  # a looping response may hold thousands; the last ones count
 _STATEMENT = re.compile(
     r"\b(?:(answer)|(?:option|choice))(?: choice| option)?"
     r"(?: is| would be| should be|\s*[:=-])[:*]*\s*"
@@ -84,7 +86,7 @@ def stated(response: str, gold: str) -> str | None:
     last, is_letter = "", bool(choice(gold, gold)[0])
     if is_letter:
         response = _CHOSEN.sub(r"\n answer: \1\2. ", response)
-    for found in _STATEMENT.finditer(response):
+    for found in deque(_STATEMENT.finditer(response), maxlen=_MAX_STATEMENTS):
         sentence = (_REASON_OR_TEXT if is_letter else _REASON).split(found[2])[0]
         sentence = _END_OF_SENTENCE.split(sentence)[0]
         is_whole = len(sentence) <= _SHORT
