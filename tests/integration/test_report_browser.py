@@ -94,6 +94,16 @@ def test_every_panel_is_drawn_without_a_message_or_a_request(browser, tmp_path, 
     assert browser.requests == [report.as_uri()]
 
 
+def test_the_table_of_outcomes_fits_a_page(browser, tmp_path):
+    names = ("stable_opd_from_the_distilled_student_seed_0", "b" * 30, "c")
+    runs = [make_run(tmp_path / name, 1200, collapse_at=600) for name in names]
+    open_report(browser, write_report(runs, tmp_path / "report.html"), width=1300)
+    table = "document.querySelector('[data-key=outcomes] .scroll')"
+    assert browser.run(f"{table}.querySelectorAll('tbody tr').length") == 3
+    assert browser.run(f"{table}.scrollWidth <= {table}.clientWidth")
+    assert not browser.run(WIDER_THAN_THE_WINDOW)
+
+
 def test_a_small_learning_rate_has_ticks_and_events_are_told(browser, tmp_path):
     run = make_run(tmp_path / "run", 30)
     path = run / "metrics.jsonl"
