@@ -259,7 +259,7 @@ check_run() {
   if [ "$1" != train ] || [ "$CHECK" != on ]; then return 0; fi
   local -a settings=()
   if [ "$SERVER_NODES" -gt 0 ]; then # as connect_servers sets for the trainer; the servers make their key later
-    settings=(rollout.engine=sglang rollout.sglang.api_key_file=null)
+    settings=(++rollout.engine=sglang ++rollout.sglang.api_key_file=null)
   fi
   if [[ " ${OPTIONS[*]} " = *' --accept-changes '* ]]; then settings+=(--accept-changes); fi
   CHECKED=$(computed check "${settings[@]}")

@@ -15,8 +15,9 @@ connect_servers() {
       SERVER_URLS+=("http://$host:$((MASTER_PORT + 10000 + number))")
     done
   done
-  TRAINER+=(rollout.engine=sglang rollout.sglang.placement=external "rollout.sglang.urls=[$(joined "${SERVER_URLS[@]}")]"
-    "rollout.sglang.api_key_file=$API_KEY_FILE")
+  # ++: they replace settings of the command line
+  TRAINER+=(++rollout.engine=sglang ++rollout.sglang.placement=external
+    "++rollout.sglang.urls=[$(joined "${SERVER_URLS[@]}")]" "++rollout.sglang.api_key_file=$API_KEY_FILE")
 }
 
 # server_command INDEX: the command of that server node, in $SERVER
@@ -27,10 +28,10 @@ server_command() {
   else
     SERVER=("${PYTHON[@]}" -m stable_opd_mcore serve)
   fi
-  SERVER+=("${COMMAND_LINE[@]}" "run.directory=$ATTEMPT_DIR" "run.name=server_$1" rollout.engine=sglang
-    rollout.sglang.placement=disaggregated "rollout.sglang.num_servers=$SERVERS_PER_NODE"
-    "rollout.sglang.tensor=$SERVER_TENSOR" "rollout.sglang.api_key_file=$API_KEY_FILE"
-    "rollout.sglang.host=${address%:*}" "rollout.sglang.port=${address##*:}")
+  SERVER+=("${COMMAND_LINE[@]}" "++run.directory=$ATTEMPT_DIR" "++run.name=server_$1" ++rollout.engine=sglang
+    ++rollout.sglang.placement=disaggregated "++rollout.sglang.num_servers=$SERVERS_PER_NODE"
+    "++rollout.sglang.tensor=$SERVER_TENSOR" "++rollout.sglang.api_key_file=$API_KEY_FILE"
+    "++rollout.sglang.host=${address%:*}" "++rollout.sglang.port=${address##*:}")
 }
 
 start_servers() {

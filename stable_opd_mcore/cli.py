@@ -18,7 +18,7 @@ from stable_opd_mcore.commands.evaluate.command import evaluate
 from stable_opd_mcore.commands.plan.command import plan, topology
 from stable_opd_mcore.commands.prepare.command import prepare
 from stable_opd_mcore.commands.rehearse.command import rehearse
-from stable_opd_mcore.commands.report.command import report, watch
+from stable_opd_mcore.commands.report.command import report
 from stable_opd_mcore.commands.score.command import score
 from stable_opd_mcore.commands.serve.command import serve
 from stable_opd_mcore.commands.train.command import train
@@ -34,7 +34,6 @@ COMMANDS = (
     score,
     prepare,
     report,
-    watch,
     plan,
     topology,
     rehearse,

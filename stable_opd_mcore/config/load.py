@@ -6,7 +6,6 @@ the file. A run's resolved copy holds every value and no base.
 
 import difflib
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.atomic_files import write_atomically
 
 BASE = "base"
-_LOG = logging.getLogger(__name__)
+REPLACES = "++"  # before an override that replaces earlier ones of its key
 _AMBIGUOUS = re.compile(
     r"[-+]?(0[0-7_]+|[1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*)$"
 )
@@ -34,26 +33,28 @@ def load_config(
 ) -> Config:
     """Read `path` and its bases, apply overrides such as "train.steps=10", validate.
 
-    The last override of a key counts; the log names the others, because scripts append theirs.
+    Two overrides of one setting are refused, unless the later one is written `++key=value`, as
+    scripts do that append their own.
 
     Args:
         changes: plain values that replace those of the file, before the overrides.
 
     Raises:
         ConfigError: missing file, broken YAML, unknown key (with the nearest right spelling),
-            wrong type or value.
+            wrong type or value, two overrides of one setting.
     """
     path = Path(path)
     for item in overrides:
         if "=" not in item:
             raise ConfigError(f"override {item!r} has no =: write key=value, e.g. train.steps=10")
+    given, overrides = overrides, [item.removeprefix(REPLACES) for item in overrides]
     plain: dict[str, Any] = _escaped(changes or {})
     parsed = [_parse_override(override) for override in overrides]
     try:
         tree = _with_bases(path)
         for over in (OmegaConf.create(plain), *parsed):
             tree = _merged(tree, over)
-        _log_replaced(overrides, parsed, tree)
+        _refuse_replaced(given, parsed, tree)
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: not readable as YAML settings; fix this: {error}") from error
@@ -111,14 +112,27 @@ def _parse_override(override: str) -> DictConfig:
         raise ConfigError(f"override {override!r:.200}: not YAML; correct it: {error}") from error
 
 
-def _log_replaced(overrides: Sequence[str], parsed: Sequence[DictConfig], tree: DictConfig) -> None:
-    """Log the overrides of which a later one has changed a value."""
+def _refuse_replaced(
+    overrides: Sequence[str], parsed: Sequence[DictConfig], tree: DictConfig
+) -> None:
+    """Raise a ConfigError for an override of which a later one, without ++, changes a value."""
     final = OmegaConf.to_container(tree)
     for number, (override, over) in enumerate(zip(overrides, parsed, strict=True)):
-        if not _holds(OmegaConf.to_container(over), final):
-            key = override.partition("=")[0]
-            later = [o for o in overrides[number + 1 :] if _overlap(key, o.partition("=")[0])]
-            _LOG.warning("override %.200s has no effect: %.200s comes later", override, later[-1])
+        key, changes = override_key(override), not _holds(OmegaConf.to_container(over), final)
+        for later in overrides[number + 1 :]:
+            other = override_key(later)
+            if not later.startswith(REPLACES) and (
+                key == other or (changes and _overlap(key, other))
+            ):
+                raise ConfigError(
+                    f"override {override!r:.200} and override {later!r:.200}: two values of one "
+                    f"setting; drop one, or write {REPLACES}{later:.200} to replace the first"
+                )
+
+
+def override_key(override: str) -> str:
+    """The dotted key of an override."""
+    return override.removeprefix(REPLACES).partition("=")[0]
 
 
 def _holds(given: Any, final: Any) -> bool:

@@ -178,6 +178,8 @@ LARGEST_WATCHDOG_MINUTES = COLLECTIVE_TIMEOUT_MINUTES / 4
 class FaultConfig(Section):
     """What ends a run that hangs."""
 
+    start_minutes: float = Field(default=30.0, gt=0)
+    """Longest wait for ranks to start; after a third of it without a further rank it ends."""
     watchdog_minutes: float | None = Field(default=60.0, gt=0)
     """Longest time without a finished step, an answer of a server or a sampled token; then every
     rank writes its stacks and exits. At most 360. `null`: only the time-out of the collectives, 24

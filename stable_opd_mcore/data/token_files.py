@@ -1,7 +1,7 @@
 """The tokens of some rollouts of a step: their text, advantage, teacher log-probability and KL.
 
 `tokens/step_000012.jsonl` holds one object for each of the first rollouts of a step, for the reader
-of the report and of the live view. Numbers have four digits.
+of the report. Numbers have four digits.
 """
 
 import json

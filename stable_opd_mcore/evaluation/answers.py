@@ -14,6 +14,10 @@ _THOUSANDS_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")  # 10\,00
 # At most three digits of exponent, like a double: 10^999999999 would fill the memory.
 _SCIENTIFIC = re.compile(r"(?<![\w\\.])(\d+(?:\.\d*)?)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
 _POINT_OR_E = re.compile(r"(?<=\d)\.(?=/)|\\mathrm\s*(?:\{e\}|e\b)")  # 1./3 and \mathrm{e}
+_ARGUMENT = r"\s*(?:\{(?:[^{}]|\{[^{}]*\}){0,200}\}|\d)"
+_ROOT = re.compile(
+    rf"\\sqrt\s*(\[\d+\])?\s*(\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}|\\(?!left|[dtc]?frac)[a-z]+)"
+)
 _MIXED_NUMBER = re.compile(
     rf"(?<![\w.,^/])(\d{{1,9}}){_SPACE}*"
     r"(?:(?<=\W)([1-9]\d?) ?/ ?([1-9]\d?)(?![\d/])"
@@ -47,13 +51,15 @@ TWO_UNITS = re.compile(  # 5\text{ ft }6\text{ in}
     rf"[^{{}}A-Za-z]*[A-Za-z][^{{}}]*\}}{_SPACE}*(?=\d)"
 )
 _MULTIPLE = re.compile(
-    rf"(?<=[\d}}]){_SPACE}*(?:(\\(?:text|mbox|mathrm)\s*\{{)\s*)?(thousand|million|billion|trillion)s?\b"
+    rf"(?<=[\d}}]){_SPACE}*(?:(\\(?:text|mbox|mathrm)\s*\{{)\s*)?(dozen|hundred|thousand|million|billion|trillion)s?\b"
 )
-_POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_FACTORS = {"dozen": "12", "hundred": "100", "thousand": "10^(3)", "million": "10^(6)"}
+_FACTORS |= {"billion": "10^(9)", "trillion": "10^(12)"}
 _WORDS_INSIDE = re.compile(
     rf"{_INSIDE}[^{{}}]*\b(?:and|or|if|when|where|for(?! all| any))\b[^{{}}]*\}}(?=.)"
 )
 _FORMULA = re.compile(r"(?<!\\)\${1,2}([^$]+)\${1,2}|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_LABEL = re.compile(r"\A\(?\w{1,12}[).:]?\s*")  # (a) or Minimum
 _SOLUTION = re.compile(r"\\(?:boxed|fbox)|answer|\.\s", re.IGNORECASE)
 _CONDITION = re.compile(r",?\s+(?:for (?:all|any|each|every)|where [^=]*?\bis an?)\b.*", re.DOTALL)
 _TEXT = re.compile(r"\\(?:text\w*|mbox|math(?:rm|bf|it)|operatorname)\s*\{([^{}]*)\}")
@@ -63,10 +69,16 @@ _LEAD = (
     r"(?:(?i:the|my|correct|right|final|answer|result|solution|value|total|option|choice|is|equals"
     r"|so|it|we get|thus|therefore|hence|about|approximately|exactly)\b[: ,]*)"
 )
-_CHOICE = re.compile(rf"{_LEAD}*(?:\(([A-J])\)|([A-J])(?:\)|[.:](?=\s|\Z)|\Z))\s*(.*)", re.DOTALL)
-_NEXT_CHOICE = re.compile(
-    r"(?:\A|\b(?:or|and)\b|[,;/&])\W*\(([A-J])\)|\A(?:(?:or|and)\b|[,;/&])\W*([A-J])\b"
+_CHOICES, _LOWER_CHOICES = (  # the first letter, and another one in what follows it
+    (
+        re.compile(rf"{_LEAD}*(?:\(({of})\)|({of})(?:\)|[.:](?=\s|\Z)|\Z))\s*(.*)", re.DOTALL),
+        re.compile(
+            rf"(?:\A|\b(?:or|and)\b|[,;/&])\W*\(({of})\)|\A(?:(?:or|and)\b|[,;/&])\W*({of})\b"
+        ),
+    )
+    for of in ("[A-J]", "[a-j]")
 )
+_LOWER = re.compile(r"\W*[a-j]\W*")
 _SHORT = 200  # longest answer with other readings, whose patterns are slow on a loop
 _PERCENT = re.compile(r"\s*\\?%[\s$]*\Z")
 _WORDS_BEFORE = re.compile(
@@ -77,6 +89,9 @@ _WORDS_BEFORE = re.compile(
 _NAMED = re.compile(r"\\text ?\{[^{}]*\} *=([^=]+)")
 _AFTER_LEAD = re.compile(rf"{_LEAD}+(.+)", re.DOTALL)
 _ROUNDED = re.compile(r".+\\approx(?![a-z])(.+)", re.DOTALL)
+_DECIMAL_COMMA = re.compile(  # not a comma of thousands
+    r"(-?(?:0(?=\{?,)|[1-9]\d*(?!\{?,\}?\d{3}\b)))\{?,\}?(\d+)([^\d,]*)"
+)
 _SET_OF = re.compile(
     r"\\\{ *[A-Za-z](?: *\\in *\\mathbb\{R\})? *(?:\\mid(?![a-z])|[:|]|\\[:;|]) *(.+)\\\}"
 )
@@ -97,9 +112,11 @@ _UNITS = re.compile(
 def readable(text: str) -> str:
     """The text with numbers that math-verify would misread written in another form.
 
-    It reads 4.5e33 as 4.5·e·33, with Euler's e, 10\\,000 as 10·0, 2 1/2 as 2·1/2, 1./3 and
-    1+1/\\mathrm{e} as 1, 0.\\overline{3} as 0, and 1:2:3 as 1/6, so a ratio becomes a tuple.
+    It reads \\sqrt\\frac12 as text, 4.5e33 as 4.5·e·33, with Euler's e, 10\\,000 as 10·0, 2 1/2 as
+    2·1/2, 1./3 and 1+1/\\mathrm{e} as 1, 0.\\overline{3} as 0, and 1:2:3 as 1/6; a ratio becomes a
+    tuple.
     """
+    text = _ROOT.sub(r"\\sqrt\1{\2}", text)
     text = _POINT_OR_E.sub(lambda found: "" if found[0] == "." else "e", text)
     text = _THOUSANDS_SPACE.sub("", text)
     text = _SCIENTIFIC.sub(lambda found: f"{found[1]}*10^({int(found[2])})", text)
@@ -155,11 +172,11 @@ def plain_boxes(response: str) -> tuple[str, str | None]:
 
 def plain_answer(answer: str) -> str:
     """An answer that math-verify can read, in LaTeX: 5*10^(6) for 5 million."""
-    return _MULTIPLE.sub(_times_power, readable(in_latex(answer)))
+    return _MULTIPLE.sub(_times_factor, readable(in_latex(answer)))
 
 
-def _times_power(found: re.Match[str]) -> str:
-    return f"*10^({_POWERS[found[2]]}){found[1] or ''}"
+def _times_factor(found: re.Match[str]) -> str:
+    return f"*{_FACTORS[found[2]]}{found[1] or ''}"
 
 
 def with_units(answer: str) -> str:
@@ -178,7 +195,7 @@ def one_formula(gold: str) -> str:
     Without the conditions of its symbols ("for all $x$"). A solution in sentences stays as it is.
     """
     gold = gold.strip()
-    if _SOLUTION.search(gold) or not _FORMULA.match(re.sub(r"\A\([a-z\d]\)\s*", "", gold)):
+    if _SOLUTION.search(gold) or not _FORMULA.match(_LABEL.sub("", gold)):
         return gold
     gold = _CONDITION.sub("", gold)
     formulas = [next(filter(None, found)) for found in _FORMULA.findall(gold)]
@@ -219,28 +236,30 @@ def without_text(text: str) -> str:
 
 def of_a_choice(answer: str, gold: str) -> Iterator[tuple[str, str]]:
     """What to compare where one is a choice's letter, or has it before its text: "(B) 12"."""
-    (letter, text), (gold_letter, gold_text) = _choice(answer), _choice(gold)
+    (letter, text), (gold_letter, gold_text) = choice(answer, gold), choice(gold, gold)
     if letter and letter == gold_letter:
         yield (text, gold_text) if text and gold_text else (letter, letter)
     elif bool(letter) != bool(gold_letter) and text and gold_text:
         yield text, gold_text
 
 
-def _choice(answer: str) -> tuple[str, str]:
+def choice(answer: str, gold: str) -> tuple[str, str]:
     """Split an answer into the letter and the text of its choice. The letter is "" where the answer
-    has none or several."""
+    has none or several. It is lower-case where the gold is only a lower-case letter."""
     answer = re.sub(rf"{_SPACE}+", " ", without_text(answer)).strip("$ ")
-    if not (found := _CHOICE.fullmatch(answer)):
+    first, following = _LOWER_CHOICES if _LOWER.fullmatch(without_text(gold)) else _CHOICES
+    if not (found := first.fullmatch(answer)):
         return "", answer
     letter, text = found[1] or found[2], found[3]
-    others = {first or second for first, second in _NEXT_CHOICE.findall(text[:_SHORT])} - {letter}
+    others = {one or other for one, other in following.findall(text[:_SHORT])} - {letter}
     return ("", answer) if others else (letter, text)
 
 
 def other_readings(answer: str, gold: str) -> Iterator[tuple[str, str]]:
     r"""What to compare where an answer has more around its value than the gold, or no per cent.
 
-    5 m/s, 1 000, \text{about }7, 5\sqrt2\approx 7.07, 1\le x\le 2 for [1,2], and 62.5 for 62.5%.
+    5 m/s, 1 000, 0,5 for 0.5, \text{about }7, 5\sqrt2\approx 7.07, 1\le x\le 2 for [1,2], and 62.5
+    for 62.5%.
     """
     if len(answer) > _SHORT:
         return
@@ -251,6 +270,11 @@ def other_readings(answer: str, gold: str) -> Iterator[tuple[str, str]]:
             yield found[1].strip(), gold
     if found := _AFTER_LEAD.fullmatch(without_text(answer).strip(" $")):
         yield found[1].strip(), gold
+    given_comma, gold_comma = _DECIMAL_COMMA.fullmatch(answer), _DECIMAL_COMMA.fullmatch(gold)
+    if given_comma and "," not in gold:
+        yield f"{given_comma[1]}.{given_comma[2]}{given_comma[3]}", gold
+    elif gold_comma and "," not in answer and gold.lstrip("-").startswith("0"):  # not a list
+        yield answer, f"{gold_comma[1]}.{gold_comma[2]}{gold_comma[3]}"
     if re.search(r"[\[(].*,.*[\])]", gold) and (interval := _interval(answer)):
         yield interval, gold
     yield from _without_units(answer, gold)

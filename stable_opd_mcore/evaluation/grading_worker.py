@@ -24,7 +24,9 @@ from stable_opd_mcore.evaluation.answers import (
     same_letters,
     with_units,
 )
-from stable_opd_mcore.evaluation.wording import is_changed, stated
+from stable_opd_mcore.evaluation.notation import with_plain_digits
+from stable_opd_mcore.evaluation.vectors import components, same_quantity
+from stable_opd_mcore.evaluation.wording import in_tags, is_changed, stated
 from stable_opd_mcore.host.user_code import InvalidValueError, UserFunction, as_reward
 from stable_opd_mcore.host.worker_processes import start_user_code
 
@@ -43,9 +45,9 @@ def is_right(response: str, gold: str) -> bool:
     not an answer. math-verify extracts the others. Its own timeouts are off: they are signals,
     which do not interrupt C code.
     """
-    response, answer = plain_boxes(readable(response))
-    last_line = _GSM8K_ANSWER.search(response)
-    if answer != "" and not last_line and (statement := stated(response)):
+    response, answer = plain_boxes(readable(with_plain_digits(in_tags(response))))
+    last_line, gold = _GSM8K_ANSWER.search(response), _gold_text(gold)
+    if answer != "" and not last_line and (statement := stated(response, gold)):
         response, answer = plain_boxes(rf"\boxed{{{statement}}}")
     given_line = plain_answer(last_line[1]) if last_line else ""
     given = _parsed(with_units(given_line)) if last_line else []
@@ -53,11 +55,10 @@ def is_right(response: str, gold: str) -> bool:
         answer = given_line
     elif answer == "" and not _FINAL_ANSWER.search(response):
         return False
-    gold = _gold_text(gold)
     if answer and (same_letters(answer, gold) or lacks_entries(answer, gold)):
         return same_letters(answer, gold)
-    if answer and is_changed(answer, gold):
-        return False
+    if answer and (decided := _decided(answer, gold)) is not None:
+        return decided
     if _agree(given or _parsed(response), _parsed_gold(gold)):
         return True
     if not answer:
@@ -74,6 +75,16 @@ def _is_answer(answer: str, gold: str) -> bool:
         not is_changed(answer, gold)
         and _agree(_parsed(f"${with_units(answer)}$"), _parsed_gold(gold))
     )
+
+
+def _decided(answer: str, gold: str) -> bool | None:
+    """The verdict where math-verify would not read all of the answer; None where it would."""
+    if vectors := components(answer, gold):
+        given, expected = vectors
+        return len(given) == len(expected) and all(map(_is_answer, given, expected))
+    if (same := same_quantity(answer, gold)) is not None:
+        return same
+    return False if is_changed(answer, gold) else None
 
 
 def _gold_text(gold: str) -> str:
@@ -215,7 +226,8 @@ def start_worker(rewards: Mapping[str, UserFunction | None]) -> None:
     """
     functions = {name: function for name, function in rewards.items() if function}
     compares = None in rewards.values()
-    warm_up = partial(is_right, "\\boxed{1}", "1") if compares else lambda: None
+    # Two forms of one number: equal texts would not load the parser, which takes seconds.
+    warm_up = partial(is_right, r"\boxed{\frac{1}{2}}", "0.5") if compares else lambda: None
     _users.update(start_user_code(functions, _MEMORY_GIB, warm_up))
 
 

@@ -13,6 +13,7 @@ _SIGNS = str.maketrans(
         **dict.fromkeys("−–—", "-"),  # noqa: RUF001
         **dict.fromkeys("\u00a0\u2009\u202f", r"\,"),
         **{"\u3000": " ", "。": ".", "、": ",", "°": r"^{\circ}"},
+        **{"′": "'", "″": "''", "\u066b": ".", "\u066c": ",", "\u066a": "%"},  # noqa: RUF001
         **{"√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ", "∅": r"\emptyset "},
         **{"∪": r"\cup ", "∩": r"\cap ", "≤": r"\le ", "≥": r"\ge ", "≈": r"\approx "},  # noqa: RUF001
         **{"×": r"\times ", "·": r"\cdot ", "±": r"\pm "},  # noqa: RUF001
@@ -26,12 +27,21 @@ _DECORATION = re.compile(
     r" ?\{([^{}]*)\}|\\color ?\{\w+\}|\\hspace ?\{[^{}]*\}"
     r"|(?:\\(?:(?:black)?square|Box|qed)(?![A-Za-z])|\\\\)\s*\Z"
 )
+_VECTOR = r"\\(?:mathbf|boldsymbol|bm|vec|hat|widehat|overrightarrow)(?![a-z])"
+_LETTER = r"(?:\\[ij]math(?![a-z])|[A-Za-z](?![A-Za-z]))"
 _COMMANDS = [  # a form that math-verify cannot read, and one that it can
     (re.compile(pattern), latex)
     for pattern, latex in (
         (r"(?<!\\)~", r"\\ "),
         (r"`", ""),
         (r"\\varnothing", r"\\emptyset"),
+        *(
+            (rf"{_VECTOR}\s*(?:\{{\s*e\s*\}}|e)\s*_\s*(?:\{{{n}\}}|{n})", f" {unit}")
+            for n, unit in enumerate("ijk", start=1)
+        ),
+        (rf"{_VECTOR}\s*\{{\s*({_VECTOR}\s*\{{?\s*{_LETTER}\s*\}}?)\s*\}}", r" \1"),
+        (rf"{_VECTOR}\s*(\{{)?\s*({_LETTER})\s*(?(1)\}})", r" \2"),
+        (r"\\([ij])math(?![a-z])", r"\1"),
         (r"\\([dt]?frac) ([A-Za-z]) ?([A-Za-z\d])(?![A-Za-z])", r"\\\1{\2}{\3}"),
         (r"\\(?:s|nice)frac(?=\s*\{)", r"\\frac"),
         (r"\\([dt]?frac)\s*\\pi\s*(\d)", r"\\\1{\\pi}{\2}"),
@@ -54,6 +64,20 @@ _CURRENCY = re.compile(  # before a number; after it words are units
     r"|(?P<text>\\text\s*\{\s*)?(?:USD|EUR|GBP|CAD|AUD|INR|CNY|RMB|JPY|Rs\b\.?)\s*"
     r"(?(text)\})(?=[\s~]*\d))"
 )
+_SMALL = (  # noqa: SIM905
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen"
+).split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
+_VALUES = {word: value for value, word in enumerate(_SMALL)}
+_VALUES |= {word: 10 * tens for tens, word in enumerate(_TENS, start=2)}
+_NUMBER_WORD = re.compile(
+    r"(\A\W*(?:\\(?:text\w*|mbox|mathrm)\s*\{\s*)?)"
+    rf"((?:{'|'.join(_TENS)})(?:[- ](?:{'|'.join(_SMALL[1:10])}))?"
+    rf"|{'|'.join(_SMALL[::-1])})"
+    r"(?=\s*\}?\s*(?:(?:hundred|thousand|[mbtr]+illion|dozen)s?\b|[\s$.]*\Z))",
+    re.IGNORECASE,
+)
 _COUNTER = re.compile(
     r"(?<=\d)\s*(?:元|円|圆|圓|원|人|个|個|名|只|本|枚|张|条|次|天|年|岁|厘?米|公[里斤])(?=[\s.。]*\Z)"
 )
@@ -64,16 +88,29 @@ def in_latex(answer: str) -> str:
 
     Without signs and codes of currencies, and without counters such as 元, which are units.
     """
-    answer = _CURRENCY.sub("", answer)
+    answer = _CURRENCY.sub("", with_plain_digits(answer))
+    answer = _NUMBER_WORD.sub(lambda found: found[1] + _value(found[2]), answer)
     for _ in range(3):  # one inside another
         answer = _DECORATION.sub(r"\1", answer)
     for pattern, latex in _COMMANDS:
         answer = pattern.sub(latex, answer)
     if answer.isascii():
         return answer
-    answer = _COUNTER.sub("", _SCRIPT.sub(_script, _FRACTION.sub(_fraction, answer)))
+    answer = _COUNTER.sub("", _SCRIPT.sub(_script, answer))
     answer = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", answer).translate(_SIGNS)
     return "".join(sign for sign in answer if sign == "$" or unicodedata.category(sign) != "Sc")
+
+
+def with_plain_digits(text: str) -> str:
+    r"""The text with digits of every script as 0 to 9, and \frac{1}{2} for ½."""
+    if text.isascii():
+        return text
+    text = _FRACTION.sub(_fraction, text)
+    return "".join(str(unicodedata.decimal(sign, sign)) for sign in text)
+
+
+def _value(words: str) -> str:
+    return str(sum(_VALUES[word] for word in re.split("[- ]", words.lower())))
 
 
 def _script(found: re.Match[str]) -> str:

@@ -5,8 +5,16 @@ grading processes.
 """
 
 import re
+from collections import deque
 
-from stable_opd_mcore.evaluation.answers import TWO_UNITS, without_text
+from stable_opd_mcore.evaluation.answers import (
+    TWO_UNITS,
+    choice,
+    plain_answer,
+    with_units,
+    without_text,
+)
+from stable_opd_mcore.evaluation.vectors import is_quantity
 
 _THAN = r"\b(?:more|less|fewer|greater|larger|smaller|higher|lower) than\b"
 _LIMIT = r"\bat (?:least|most)\b|\bup to\b"
@@ -20,38 +28,91 @@ _BOUND = re.compile(
 _RELATION = re.compile(r"\\(?:[gl]eq?(?:slant)?|neq?|[gl]t)(?![A-Za-z])|[<>]")
 _BASE = re.compile(r"(?<![A-Za-z\d\\{}])[\dA-F]*\d_\{?(\d{1,2})(?!\d)")
 _SHORT = 200  # longest answer and gold to look at
-_STATEMENT = re.compile(r"\banswer(?: is|:)\**:?([^\n]{1,80})", re.IGNORECASE)
+_MAX_STATEMENTS = 50  # a looping response may hold thousands; the last ones count
+_STATEMENT = re.compile(
+    r"\b(?:(answer)|(?:option|choice))(?: choice| option)?"
+    r"(?: is| would be| should be|\s*[:=-])[:*]*\s*"
+    r"(?=([^\n]{1,201}))",  # another statement may follow in the line
+    re.IGNORECASE,
+)
+_REASON = re.compile(r",? +(?:because|since|as)\b")
+_REASON_OR_TEXT = re.compile(rf"{_REASON.pattern}|(?:,| [-–—])(?= [A-Za-z]{{3}})")  # noqa: RUF001
+_CHOSEN = re.compile(
+    r"\b(?i:choose|select|pick)(?: option)? [*(]*([A-Ja-j])\b"
+    r"|(?<!\w)\(?([A-Ja-j])\)?(?:\*\*)? is (?:the )?(?:correct|right)\b"
+)
+_FORMATTING = re.compile(r"\\?\$|\\[()]|\*\*")
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")
 _TWO_BOXES = re.compile(
     r"\\boxed\{([^{}]*)\}(?:\$|\\[)\]])?,? or (?:\$|\\[(\[])?(?:\w = ?|\w=)?\\boxed\{([^{}]*)\}"
     r"(?!.*\\boxed)",
     re.DOTALL,
 )
-_END_OF_SENTENCE = re.compile(r"[.!?;](?=\s|\Z)")
+_END_OF_SENTENCE = re.compile(r"(?<!\\)[.!?;](?=\s|\Z)")
 _NUMBER, _WORDS = r"-?\d[\d.,]*(?<=\d)", r"(?: [a-z]+){0,2}"
 _OTHER_VALUE = re.compile(
     rf"(?:(?:either|between|from|not) |{_THAN}|{_LIMIT}).*"
     rf"|{_NUMBER}{_WORDS} ?(?:,?(?: or| and| to)|,) ?{_NUMBER}{_WORDS}"
     rf"|{_NUMBER}{_WORDS} (?:{_LIMIT}|{_OR_MORE}).*"
-    rf"|{_NUMBER}(?:[ixyz]| (?:thousand|[mbt]r?illion)\b.*)|{_NUMBER} [a-z]+ {_NUMBER} [a-z]+",
+    rf"|{_NUMBER}(?:[ixyz]| (?:dozen|hundred|thousand|[mbt]r?illion)\b.*)"
+    rf"|{_NUMBER} [a-z]+ {_NUMBER} [a-z]+",
     re.IGNORECASE,
 )
 _FUNCTION = re.compile(r"a?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|sqrt|max|min", re.IGNORECASE)
 _COMMAND_OR_TEXT = re.compile(r"\\(?:text\w*|mbox)\s*\{[^{}]*\}|\\(?:math\w+\s*)?[A-Za-z]*")
 
 
-def stated(response: str) -> str | None:
-    r"""The 7 or 8 of a last "The answer is 7 or 8" or \boxed{7} or \boxed{8}, of which math-verify
-    would take one. None where a response states a single value, or has another box.
+def in_tags(response: str) -> str:
+    """What the last <answer> tags hold, if no box follows them: as a box where it is a value."""
+    _, opened, rest = response.rpartition("<answer>")
+    inside, _, after = rest.partition("</answer>")
+    if not opened or "\\boxed" in after:
+        return response
+    inside = inside.strip()
+    is_boxed = "\\boxed" not in inside and len(inside) <= _SHORT and _is_value(inside)
+    return rf"\boxed{{{inside}}}" if is_boxed else inside
+
+
+def stated(response: str, gold: str) -> str | None:
+    r"""What a response without a box states at last, where math-verify would not read all of it.
+
+    A formula, a choice's letter, 7 or 8, two boxes with "or" between them; a last line that is only
+    a choice's letter. None for a statement with other words, from which math-verify takes a number.
     """
     if boxes := _TWO_BOXES.search(response):
         return f"{boxes[1]} or {boxes[2]}"
     if "\\boxed" in response:
         return None
-    sentence = ""
-    for found in _STATEMENT.finditer(response):
-        sentence = _END_OF_SENTENCE.split(found[1])[0]
-    sentence = re.sub(r"\\?\$|\\[()]|\*\*", "", sentence).strip()
-    return sentence if _OTHER_VALUE.fullmatch(sentence) else None
+    last, is_letter = "", bool(choice(gold, gold)[0])
+    if is_letter:
+        response = _CHOSEN.sub(r"\n answer: \1\2. ", response)
+    for found in deque(_STATEMENT.finditer(response), maxlen=_MAX_STATEMENTS):
+        sentence = (_REASON_OR_TEXT if is_letter else _REASON).split(found[2])[0]
+        sentence = _END_OF_SENTENCE.split(sentence)[0]
+        is_whole = len(sentence) <= _SHORT
+        sentence = _FORMATTING.sub("", sentence).strip()
+        if (
+            sentence
+            and is_whole
+            and (choice(sentence, gold)[0] or (found[1] and _is_value(sentence)))
+        ):
+            last = sentence
+        elif found[1] and not is_letter:
+            last = ""
+    if not last:
+        line = response.rstrip().rpartition("\n")[2].strip("*$ ")
+        last = line if len(line) < 5 and choice(line, gold)[0] else ""
+    return last or None
+
+
+def _is_value(text: str) -> bool:
+    """Whether a statement is no more than a value, perhaps with a unit, or several values."""
+    return bool(
+        _OTHER_VALUE.fullmatch(text)
+        or not _PROSE.search(plain_answer(text))
+        or with_units(text) != text
+        or is_quantity(text)
+    )
 
 
 def is_changed(answer: str, gold: str) -> bool:
@@ -67,17 +128,18 @@ def is_changed(answer: str, gold: str) -> bool:
     return (
         (bounds != gold_bounds and "=" not in gold)
         or bool(_RELATION.match(answer.lstrip()) and not _RELATION.search(gold))
-        or bool(bases and gold_bases and bases != gold_bases)
+        or bool(bases and bases != (gold_bases or {"10"}))
         or len(TWO_UNITS.findall(answer)) != len(TWO_UNITS.findall(gold))
         or _other_capitals(answer, gold)
     )
 
 
 def _other_capitals(answer: str, gold: str) -> bool:
-    """Whether the answer writes a symbol of the gold only in the other case: Gm for GM. A gold of
-    one letter may be a choice or a function, so c is accepted for C."""
-    if len(re.sub(r"\W", "", without_text(gold))) < 2:
-        return False
+    """Whether the answer writes a symbol of the gold only in the other case: Gm for GM. Where the
+    gold is E, math-verify reads the constant e."""
+    given, expected = (re.sub(r"\W", "", without_text(each)) for each in (answer, gold))
+    if expected == "E" or (len(expected) == 1 and given == expected.swapcase()):
+        return not re.search(rf"(?<![\\A-Za-z]){expected}", answer)
     letters, gold_letters = _symbols(answer), _symbols(gold)
     return any(letter.swapcase() in gold_letters - letters for letter in letters - gold_letters)
 

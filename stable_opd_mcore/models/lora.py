@@ -3,10 +3,10 @@
     adapt(chunks, LoraConfig(), seed=0)    # the base is loaded, Student has not wrapped it
     with base_only(chunks): ...            # the frozen model, as if it had no factors
 
-Every Hugging Face matrix of a layer, W [O, I], or every chosen one (models/files/adapted.py), becomes W + scale
-· B A; routers and the gates of shared experts are left out. A [R, I] is drawn as PEFT draws it,
-B [O, R] is zero. Where Megatron joins matrices, such as q, k and v, each has its own pair or none,
-so the factors are the same as PEFT's. Where HF's files hold an expert's gate and up as one matrix,
+Every Hugging Face matrix of a layer, W [O, I], or every chosen one (models/files/adapted.py),
+becomes W + scale · B A; routers and the gates of shared experts are left out. A [R, I] is drawn as
+PEFT draws it, B [O, R] is zero. Where Megatron joins matrices, such as q, k and v, each has its own
+pair or none, so the factors are the same as PEFT's. Where HF's files hold an expert's gate and up as one matrix,
 they have one pair.
 
 The pairs of one linear layer are `Factors` (models/layers/factors.py).

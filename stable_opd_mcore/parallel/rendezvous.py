@@ -26,6 +26,7 @@ from stable_opd_mcore.host.network import gloo_settings
 
 _log = logging.getLogger(__name__)
 _LOG_AFTER = timedelta(seconds=15)
+_LOOK_EVERY = timedelta(seconds=5)
 _READ_WITHIN = timedelta(seconds=20)
 _NO_SETTINGS: Mapping[str, Any] = {}
 _LOST_RANK = ("gloo/transport", "remote process exited")  # in messages of gloo and NCCL
@@ -71,6 +72,7 @@ def meet(
     """Wait for every rank; returns the common store, this rank and the number of ranks.
 
     Args:
+        timeout: the longest wait; it ends after a third of this time in which no rank has come.
         settings: what must be the same on all ranks, by its name, as JSON has it.
 
     Raises:
@@ -101,8 +103,9 @@ def meet(
         store = dist.PrefixStore(f"attempt_{attempt}.{next(_meetings)}", server)
         text = json.dumps(settings, sort_keys=True)
         store.set(f"settings/{rank}", text)
+        store.add("arrivals", 1)
         store.set(f"arrived/{rank}", hashlib.sha256(text.encode()).hexdigest())
-        _wait(partial(_absent_ranks, store, world_size), timeout)
+        _wait(partial(_absent_ranks, store, world_size, timeout / 3), timeout)
         _refuse_other_settings(store, rank, world_size)
     except dist.DistNetworkError as error:
         reason = str(error).partition("\n")[0]
@@ -163,7 +166,8 @@ def _wait(absent: Callable[[timedelta], str], timeout: timedelta) -> None:
         _log.warning("%s; waiting up to %s", who, timeout)
         if who := absent(timeout - _LOG_AFTER):
             raise UserError(
-                f"{who} within {timeout}; look for the cause in their logs, and "
+                f"{who} within {timeout}, or within {timeout / 3} after the last that did "
+                "(fault.start_minutes and a third of it); look for the cause in their logs, and "
                 "start every rank with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             )
 
@@ -181,12 +185,17 @@ def _absent_server(host: str, port: int, patience: timedelta) -> str:
         time.sleep(0.2)
 
 
-def _absent_ranks(store: dist.Store, world_size: int, patience: timedelta) -> str:
+def _absent_ranks(store: dist.Store, world_size: int, quiet: timedelta, patience: timedelta) -> str:
+    """The ranks that are absent after `patience`, or when none has come for the time `quiet`."""
     keys = [f"arrived/{rank}" for rank in range(world_size)]
-    try:
-        store.wait(keys, patience)
-        return ""
-    except dist.DistStoreError:
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    arrived, last = 0, time.monotonic()
+    deadline = last + patience.total_seconds()
+    while (now := time.monotonic()) < min(deadline, last + quiet.total_seconds()):
+        with suppress(dist.DistStoreError):
+            store.wait(keys, min(_LOOK_EVERY, timedelta(seconds=deadline - now), quiet / 4))
+            return ""
+        if arrived != (arrived := store.add("arrivals", 0)):
+            last = time.monotonic()
+    missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
     names = ", ".join(missing[:16]) + (", ..." if missing[16:] else "")
     return f"{len(missing)} of {world_size} ranks have not started: {names}" if missing else ""

@@ -25,7 +25,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from stable_opd_mcore.config.schema import ParallelConfig
-from stable_opd_mcore.config.training import COLLECTIVE_TIMEOUT_MINUTES
+from stable_opd_mcore.config.training import COLLECTIVE_TIMEOUT_MINUTES, FaultConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.cuda_driver import refuse_unused_gpus
 from stable_opd_mcore.parallel.rendezvous import is_launched, launcher_number, meet
@@ -33,7 +33,7 @@ from stable_opd_mcore.parallel.rendezvous import is_launched, launcher_number, m
 Object = TypeVar("Object")
 Result = TypeVar("Result")
 
-_START_TIMEOUT = timedelta(minutes=30)  # until all ranks have started
+_START_TIMEOUT = timedelta(minutes=FaultConfig().start_minutes)
 _TIMEOUT = timedelta(minutes=COLLECTIVE_TIMEOUT_MINUTES)
 _created_process_group = False  # if a caller created the group, stop_world keeps it
 _layout: dict[str, int | None] = {}  # the started world's
@@ -117,7 +117,10 @@ class World:
 
 
 def start_world(
-    parallel: ParallelConfig, seed: int, settings: Mapping[str, Any] | None = None
+    parallel: ParallelConfig,
+    seed: int,
+    settings: Mapping[str, Any] | None = None,
+    start_timeout: timedelta = _START_TIMEOUT,
 ) -> World:
     """Join the process group, or create it; lay out the grid; seed every generator.
 
@@ -131,7 +134,7 @@ def start_world(
         RuntimeError: a world of another layout is started; call stop_world() first.
     """
     global _layout
-    device = _join(settings or {})
+    device = _join(settings or {}, start_timeout)
     if reason := _grid_refusal(parallel, dist.get_world_size()):
         stop_world()
         raise UserError(reason)
@@ -301,7 +304,7 @@ def broadcast_object(item: Object, group: dist.ProcessGroup | None = None) -> Ob
     return items[0]
 
 
-def _join(settings: Mapping[str, Any]) -> torch.device:
+def _join(settings: Mapping[str, Any], start_timeout: timedelta) -> torch.device:
     global _created_process_group
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -314,7 +317,7 @@ def _join(settings: Mapping[str, Any]) -> torch.device:
     if not dist.is_initialized():
         backend = "nccl" if on_gpu else "gloo"
         if is_launched():
-            store, rank, world_size = meet(_START_TIMEOUT, settings)
+            store, rank, world_size = meet(start_timeout, settings)
             store.set_timeout(_TIMEOUT)  # groups exchange addresses at their first collective
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT

@@ -166,8 +166,8 @@ def _train_directory(inputs: RunInputs, session: Session) -> None:
             keep_resolved(config)
         terminal.say(
             f"{'resuming' if state.step else 'starting'} at step {state.step} of "
-            f"{config.train.steps}; results in {files.path}; stable-opd watch {files.path} "
-            "shows them"
+            f"{config.train.steps}; results in {files.path}; stable-opd report --follow "
+            f"{files.path} shows them"
         )
         stack.enter_context(terminal.begin(state.step))
         run = replace(run, phase=terminal.phase)

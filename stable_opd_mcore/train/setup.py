@@ -1,6 +1,7 @@
 """Build a run's parts from its config, and refuse those that do not fit together."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def start_configured_world(config: Config) -> World:
     if config.train.deterministic:
         make_deterministic()
     prepare_nccl(config)
-    return start_world(config.parallel, config.train.seed, common_settings(config))
+    wait = timedelta(minutes=config.fault.start_minutes)
+    return start_world(config.parallel, config.train.seed, common_settings(config), wait)
 
 
 def common_settings(config: Config) -> dict[str, Any]:

@@ -80,20 +80,29 @@ def test_errors_name_the_key_the_file_and_the_remedy(override, message):
     "overrides",
     [
         ["train.steps=3", "train.steps=4"],
+        ["train.steps=3", "train.steps=3"],
         ["train.steps=3", "train={steps: 4}"],
         ["teacher.stop_token_ids=[1]", "teacher=null"],
         ["data.train=[{path: a}, {path: b}]", "data.train.path=c"],
     ],
 )
-def test_the_log_names_an_override_that_a_later_one_replaces(overrides, caplog):
-    load_config(SMOKE, [*overrides[:1], "kl.beta=0.1", *overrides[1:]])
+def test_two_overrides_of_one_setting_are_refused_unless_the_later_replaces(overrides):
     first, second = overrides
-    assert caplog.messages == [f"override {first} has no effect: {second} comes later"]
+    with pytest.raises(ConfigError) as found:
+        load_config(SMOKE, [first, "kl.beta=0.1", second])
+    assert f"'{first}' and override '{second}': two values of one setting" in str(found.value)
+    remedy = f"++{second}"
+    assert f"write {remedy} to replace the first" in str(found.value)
+    replaced = load_config(SMOKE, [first, "kl.beta=0.1", remedy])
+    if first.partition("=")[0] in ("train.steps", "teacher.stop_token_ids"):
+        assert replaced == load_config(SMOKE, ["kl.beta=0.1", second])
+    with pytest.raises(ConfigError, match="two values of one setting"):
+        load_config(SMOKE, [remedy, "kl.beta=0.1", second])
 
 
-def test_overrides_of_different_settings_and_equal_ones_are_not_logged(caplog):
-    config = load_config(SMOKE, ["train={steps: 3}", "train.seed=1", "train.steps=3"])
-    assert (config.train.steps, config.train.seed, caplog.messages) == (3, 1, [])
+def test_overrides_of_different_settings_are_no_two_values():
+    config = load_config(SMOKE, ["train={steps: 3}", "train.seed=1", "++kl.beta=0.1"])
+    assert (config.train.steps, config.train.seed, config.kl.beta) == (3, 1, 0.1)
 
 
 def test_no_value_is_ignored(tmp_path):

@@ -1,5 +1,7 @@
 """Answers that math-verify 0.9.0 misreads, rule by rule; the first examples are of public data."""
 
+import re
+
 import pytest
 
 from stable_opd_mcore.evaluation.answers import plain_boxes
@@ -131,6 +133,67 @@ CHANGED = [  # what math-verify leaves out changes the value
     ("9.8 m/s^2", ["9.8", r"9.8\text{ m/s}^2", "9.8 m/s^2"], ["9.9"]),
     (r"\frac{a}{b}", [r"\frac ab", r"\frac a b"], [r"\frac{A}{b}"]),
 ]
+ROOTS = [
+    (r"\sqrt{\frac{1}{2}}", [r"\sqrt\frac12", r"\sqrt \frac{1}{2}", "√½"], [r"\sqrt\frac13"]),
+    (r"\sqrt\frac34", [r"\frac{\sqrt3}{2}", r"\sqrt{\dfrac{3}{4}}"], [r"\frac{\sqrt3}{4}"]),
+    (r"\frac23", [r"\sqrt[3]\frac{8}{27}", r"\sqrt\frac{4}{9}"], [r"\sqrt\frac{8}{27}"]),
+    (r"2\sqrt{\pi}", [r"2\sqrt\pi"], [r"\sqrt\pi"]),
+]
+VECTORS = [
+    (
+        r"2\mathbf{i}+3\mathbf{j}",
+        [r"3\hat{\jmath}+2\hat{\imath}", "(2,3)", r"\begin{pmatrix}2\\3\end{pmatrix}"],
+        [r"2\mathbf i+4\mathbf j", "(3,2)", r"\langle 2,3,1\rangle", r"2\mathbf{i}"],
+    ),
+    (r"\vec{i}-\vec{k}", ["(1,0,-1)", r"\langle 1,0,-1\rangle"], [r"\vec{i}+\vec{k}", r"\vec{i}"]),
+    (r"3\vec{a}-\vec{b}", [r"-\mathbf{b}+3\mathbf{a}"], [r"3\vec{a}+\vec{b}", r"3\vec{a}"]),
+    (r"3\mathbf{e}_1-\mathbf{e}_2", [r"-\mathbf{e}_2+3\mathbf{e}_1", "(3,-1)"], ["(3,1)"]),
+    (
+        r"\begin{pmatrix}1\\2\\3\end{pmatrix}",
+        ["(1,2,3)", "[1,2,3]^T", r"\left[\begin{array}{c}1\\2\\3\end{array}\right]"],
+        ["(1,2,4)", "(1,2)", r"\begin{bmatrix}1\\2\end{bmatrix}", "1"],
+    ),
+    (
+        r"(\frac12,2t)",
+        [r"\begin{bmatrix}0.5\\2t\end{bmatrix}"],
+        [r"\begin{bmatrix}0.5\\2\end{bmatrix}"],
+    ),
+    (r"\frac12\begin{pmatrix}2\\4\end{pmatrix}", ["(1,2)"], ["(2,4)"]),
+]  # fmt: skip
+QUANTITIES = [
+    (r"30^\circ 30'", [r"30.5^\circ", "30°30′", "30 degrees 30 minutes"], [r"30^\circ", "30°15′"]),  # noqa: RUF001
+    (r"-1.51^\circ", [r"-1^{\circ}30'36''"], [r"-1^{\circ}30'37''", r"1^\circ30'36''"]),
+    (
+        r"1\text{ hour }30\text{ minutes}",
+        [r"90\text{ minutes}", "1.5 hours", "1 h 30 min"],
+        ["1 hour 20 minutes", "1", "90 hours"],
+    ),
+    ("2 days", [r"48\text{ hours}", "2"], ["2 hours"]),
+]
+WRITTEN_NUMBERS = [
+    ("5", [r"\text{five}", "Five", "\u0665"], [r"\text{six}", "\u0666"]),
+    ("21", [r"\text{twenty-one}", "\u06f2\u06f1"], [r"\text{twenty}"]),
+    (r"\text{Seven}", ["7"], ["8"]),
+    ("12.5", ["12,5", "\u0661\u0662\u066b\u0665"], ["12, 5", "125"]),
+    ("0.5", ["0,5", r"0{,}5\text{ m}"], ["0,6", "0, 5"]),
+    ("0,25", [r"\frac14"], ["25"]),
+    ("1234", ["1,234"], ["1,23"]),
+    ("60", [r"5\text{ dozen}"], ["5 dozen eggs or 6"]),
+]  # fmt: skip
+SEVERAL_FORMULAS = [
+    ("$x=1$ or $x=2$", ["1,2", r"x=2 \text{ or } x=1"], ["x=2", "1"]),
+    ("a) $2$ b) $3$", ["2, 3"], ["3"]),
+    ("Minimum $1$, maximum $4$", ["1,4"], ["4", "1"]),
+]
+STRICT = [
+    ("5", [], [r"5\text{ dozen}", "5_2", r"5_{3}"]),
+    ("5", ["5_{10}"], []),
+    ("x", ["x"], ["X"]),
+    ("C", ["C"], ["c"]),
+    ("(b)", ["b", "(b)"], ["B", "(B)"]),
+    ("E", ["E", r"\text{(E)}"], ["e", r"\mathrm{e}", "2.718281828459045"]),
+    ("e", ["e", r"\mathrm{e}"], ["E"]),
+]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +201,7 @@ CHANGED = [  # what math-verify leaves out changes the value
     [
         *(*SMALL_NUMBERS, *NUMBERS, *TEXTS, *LISTS, *CHOICES),
         *(*PERCENTS, *PLACES, *SIGNS, *AROUND, *CHANGED),
+        *(*ROOTS, *VECTORS, *QUANTITIES, *WRITTEN_NUMBERS, *SEVERAL_FORMULAS, *STRICT),
     ],
 )
 def test_rules(gold, right, wrong):
@@ -199,6 +263,58 @@ def test_forms_of_the_box(response, expected):
 def test_a_statement_without_a_box(statement, expected):
     assert is_right(f"So the answer is {statement}.", "7") is expected
     assert is_right(f"**Answer:** {statement}", "7") is expected
+
+
+LETTERS = [  # with a gold of B; with one of b the same in the other case
+    ("The answer is (B).", True),
+    ("**Answer:** B) Paris", True),
+    ("The correct option is **B**", True),
+    ("The answer is B because A, C and D are too small.", True),
+    ("The answer is B, the only even one.", True),
+    ("I choose B.", True),
+    ("(B) is the correct answer", True),
+    ("<answer> B </answer>", True),
+    ("<answer>\n(B)\n</answer>", True),
+    ("B", True),
+    ("Is it (A)? No.\n\n**B**", True),
+    ("Answer: B\n\nThe answer is the largest of all.", True),
+    ("The answer is A. No, the answer is B.", True),
+    ("The answer is B. No, the answer is A.", False),
+    ("Answer: B or C", False),
+    ("The answer is not B.", False),
+    ("The answer is A", False),
+    ("Answer: Bees", False),
+    ("<answer> A </answer>", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("response", "expected"), LETTERS)
+def test_letters_without_a_box(response, expected):
+    assert is_right(response, "B") is expected
+    small = re.sub(r"\b[ABC]\b", lambda found: found[0].lower(), response)
+    assert is_right(small, "(b)") is expected
+    assert not is_right(small, "B")
+
+
+@pytest.mark.parametrize(
+    ("response", "gold"),
+    [
+        ("<answer> 4 </answer> after 9 steps", "4"),
+        ("<answer>\n1/2\n</answer>", "0.5"),
+        ("<answer>Natalia sold 72 clips.</answer> I checked it 3 times.", "72"),
+        ("Answer: 2 1/2", "2.5"),
+        ("The answer is 2 3/4 cups.", r"\frac{11}{4}"),
+        ("It takes 2½ hours.", "2.5"),
+        ("The answer is \u0661\u0665.", "15"),
+        ("The answer is five.", "5"),
+        (r"The answer is (1, \sqrt\frac12)", r"(1, \frac{\sqrt2}{2})"),
+        ("The answer is 90 minutes.", "1 hour 30 minutes"),
+        ("The first option is 5. The total is 6.", "6"),
+    ],
+)  # fmt: skip
+def test_values_without_a_box(response, gold):
+    assert is_right(response, gold)
+    assert not is_right(response, "7")
 
 
 @pytest.mark.parametrize(

@@ -66,13 +66,13 @@ def test_server_nodes_come_from_the_same_allocation(tmp_path):
     printed = dry_run(script, *overrides, SERVER_NODES="2", VENV=venv, PLAN="off")
     assert "# servers: 4 of tensor 4 on 2 nodes of their own, 2 a node; " in printed
     assert printed.count("stable_opd_mcore serve") == 2
-    assert printed.count("rollout.sglang.num_servers=2 rollout.sglang.tensor=4") == 2
+    assert printed.count("++rollout.sglang.num_servers=2 ++rollout.sglang.tensor=4") == 2
     trainer = next(line for line in printed.splitlines() if "--job-name=trainer" in line)
     assert "--nodes=4 " in trainer
     for address in ("node5:22000", "node5:22001", "node6:22002", "node6:22003"):
         assert f"http://{address}" in trainer
     second = next(line for line in printed.splitlines() if "run.name=server_1" in line)
-    assert "rollout.sglang.host=node6 rollout.sglang.port=22002" in second
+    assert "++rollout.sglang.host=node6 ++rollout.sglang.port=22002" in second
 
 
 def test_an_option_goes_to_the_trainer_only():

@@ -3,6 +3,7 @@
 import itertools
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -117,9 +118,30 @@ def test_an_absent_rank_is_logged_and_then_named(launched, caplog) -> None:
     agent = dist.TCPStore("127.0.0.1", _port(), is_master=True, wait_for_workers=False)
     for key in ("attempt_0.0/arrived/1", "attempt_0.0/arrived/2", "attempt_1.0/arrived/1"):
         agent.set(key, "")
-    with pytest.raises(UserError, match=r"1 of 3 ranks have not started: 2 within 0:00:01"):
+    with pytest.raises(
+        UserError, match=r"1 of 3 ranks have not started: 2 within 0:00:01.* \(fault"
+    ):
         meet(TIMEOUT)
     assert caplog.messages == ["1 of 3 ranks have not started: 2; waiting up to 0:00:01"]
+
+
+def test_a_wait_ends_when_no_rank_comes_any_more(launched) -> None:
+    """Rank 0 waits until rank 1 has come, and a third of the time from then on."""
+    launched.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    launched.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    launched.setattr(rendezvous, "_meetings", itertools.count())
+    agent = dist.TCPStore("127.0.0.1", _port(), is_master=True, wait_for_workers=False)
+
+    def come() -> None:
+        agent.set("attempt_1.0/arrived/1", "")
+        agent.add("attempt_1.0/arrivals", 1)
+
+    late, began = threading.Timer(4.0, come), time.monotonic()
+    late.start()
+    with pytest.raises(UserError, match=r"1 of 3 ranks have not started: 2 within 0:00:18, or"):
+        meet(timedelta(seconds=18))
+    assert 8 < time.monotonic() - began < 17
+    late.join()
 
 
 def test_an_absent_rank_0_is_logged_and_then_named(launched, caplog) -> None:

@@ -9,13 +9,14 @@ adapter and last checkpoint give the same numbers.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.config.load import load_config, override_key
 from stable_opd_mcore.config.schema import Config, RunConfig, StudentConfig, TokenizerConfig
 from stable_opd_mcore.data.tokenizer_backend import has_tokenizer
-from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.errors import ConfigError, UserError
 from stable_opd_mcore.evaluation.benchmarks import BENCHMARKS
 from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.models.files.peft_directory import base_of, is_adapter
@@ -29,6 +30,13 @@ from stable_opd_mcore.train.persistence.stored_models import (
 )
 
 PAPER_SETTINGS = Path(__file__).with_name("paper.yaml")
+_OF_TRAINING = (  # settings and sections that no evaluation reads, or that the target replaces
+    *("aggregation", "checkpoint", "cold_start", "data.train", "evaluation.also_greedy"),
+    *("evaluation.every", "guard", "kl", "mixture", "monitoring", "normaliser", "objective"),
+    *("optimizer", "reference", "reward", "sampling.horizon_start", "sampling.temperature"),
+    *("sampling.top_p", "student.architecture", "student.lora", "student.path", "teacher"),
+    *("train.minibatches", "train.recompute", "train.steps"),
+)
 
 
 def evaluation_config(
@@ -42,9 +50,10 @@ def evaluation_config(
             evaluated.
 
     Raises:
-        UserError: the target does not exist or is none of the five.
+        UserError: the target does not exist or is none of the five, or an override has no effect
+            on its evaluation. With a config, which names a run, settings of the run may stay.
     """
-    named = [override.partition("=")[0] for override in overrides]
+    named = [override_key(override) for override in overrides]
     if "evaluation.benchmarks" not in named and any(n.startswith("data.eval") for n in named):
         overrides = [*overrides, "evaluation.benchmarks=[]"]  # else data.eval would not be read
     if target.is_file():
@@ -65,6 +74,15 @@ def evaluation_config(
             **(base_of(target) if is_adapter(target) else whole),
             "architecture": None,
         }
+    for override in overrides:
+        if not any(f"{override_key(override)}.".startswith(f"{each}.") for each in _OF_TRAINING):
+            continue
+        with suppress(ConfigError):  # without it the settings do not go together
+            load_config(settings, [each for each in overrides if each != override], changes)
+            raise UserError(
+                f"override {override!r:.200} has no effect on the evaluation of {target}: it is a "
+                "setting of the training; drop it"
+            )
     return load_config(settings, overrides, changes)
 
 

@@ -66,6 +66,7 @@ def preparation_of(
     loaded = {name: load_benchmark(name, benchmarks) for name in BENCHMARKS}
     place, origin, source_name = _source(chosen, source, revision)
     paths = find_files(place, chosen.files)
+    _require_one_split(place, paths)
     name = recipe if recipe != "rows" else source_name
     outputs = (SFT, OPD, BOTH) if chosen.openr1 else (chosen.output or name,)
     writes_benchmarks = benchmarks is None or benchmarks.resolve() != directory.resolve()
@@ -150,6 +151,20 @@ def _require_new_files(
     for path in written:
         if path.resolve() in read:
             raise UserError(f"{path} would replace its own source; name another --directory")
+
+
+def _require_one_split(folder: Path, paths: Sequence[Path]) -> None:
+    """Refuse files of several splits, such as train.jsonl and test.jsonl."""
+    names = [path.relative_to(folder).as_posix() for path in paths if path != folder]
+    found = map(_OTHER_SPLIT.search, names)
+    splits = {split[0].strip("-_./0123456789") if split else "train" for split in found}
+    if len(splits) > 1:
+        more = f" and {len(names) - 4} more" if names[4:] else ""
+        raise DataError(
+            f"{folder}: {', '.join(names[:4])}{more}: files of the splits "
+            f"{', '.join(sorted(splits))}, which would become one training set; give --source one "
+            f"of them, for example {folder / names[-1]}"
+        )
 
 
 def _require_all_read(

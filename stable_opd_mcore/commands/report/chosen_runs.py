@@ -1,4 +1,4 @@
-"""The runs that a report or a live view shows, and what each has written so far.
+"""The runs that a report shows, and what each has written so far.
 
 Files of a run may come from anywhere: they are read as plain values, and a malformed one is named.
 """

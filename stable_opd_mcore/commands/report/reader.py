@@ -1,6 +1,6 @@
 """The rollouts that a reader sees: one record for the list, one for the chosen rollout.
 
-The static page holds rollouts of some steps (`embedded`); the live view asks for each (watch.py).
+The page holds rollouts of some steps (`embedded`).
 Text from a run's files is untrusted; it becomes printable here, and the page shows it as text
 (templates/reader.js).
 """
@@ -43,7 +43,6 @@ class Limits:
 
 
 PAGE = Limits(tokens=2_000, characters=8_000)
-LIVE = Limits(tokens=20_000, characters=200_000)
 
 
 def stored_steps(directory: Path) -> list[int]:
@@ -119,12 +118,6 @@ def detail(
         "values": values,
         "golden": tokens.golden and _cut(tokens.golden, limits.characters),
     }
-
-
-def searched(rollout: Rollout) -> str:
-    """All text of a rollout, in which a search looks."""
-    texts = [text for turn in rollout.turns for text in (turn.observed, turn.text)]
-    return "\n".join([rollout.prompt.text, *texts])
 
 
 def _turns(rollout: Rollout, limits: Limits, has_text: bool) -> list[dict[str, Any]]:

@@ -1,10 +1,11 @@
 """One self-contained HTML page with the curves and rollouts of one run or of several.
 
 The page needs no other file, and its security policy forbids every request. All text from the runs
-is escaped. `live_page` makes the page of the live view, which asks its own server (watch.py).
+is escaped. Where follow.py serves the page, it may ask that server for itself again.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,9 @@ from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.host.run_directory import RunDirectory
 
 TEMPLATES = Path(__file__).with_name("templates")
-SCRIPTS = ("uplot.min.js", "figures.js", "reader.js", "watch.js")
+SCRIPTS = ("uplot.min.js", "figures.js", "reader.js", "follow.js")
+GENERATOR = '<meta name="generator" content="stable-opd report">'
+_LOG = logging.getLogger(__name__)
 MAX_NAMES = 3  # runs that a title names
 MAX_TEXT = 1000  # length limit of a title, a subtitle or a message, in characters
 
@@ -44,41 +47,71 @@ def write_report(
     """Write the report of `runs` to `output` atomically and return its path.
 
     The runs are directories, folders of runs, or `ReportRun`s. Without a title the heading names
-    them.
+    them. A run that cannot be read is named in the log and on the page, if another one can.
 
     Raises:
-        UserError: no runs, or a missing or malformed file; the message names file and line.
+        UserError: no runs, none that can be read, or a malformed file of rollouts; the message
+            names file and line. Or the output is a file that is no report.
     """
     named = named_runs(runs)
     if not named:
         raise UserError("no runs to report on: give at least one run directory")
-    written = seeds_together([read_written(run) for run in named])
+    output = Path(output)
+    _require_report(output)
+    written, errors = _readable(named)
+    if not written:
+        raise errors[0]
+    for error in errors:
+        _LOG.warning("left out of the report: %s", error)
     values = _page_values([one.run for one in written], written, title, caption)
+    problems = [printable(str(error), MAX_TEXT) for error in errors]
     rollouts = embedded(written)
-    write_atomically(Path(output), _rendered(values, rollouts, has_reader=bool(rollouts)))
-    return Path(output)
+    write_atomically(output, _rendered(values | {"problems": problems}, rollouts))
+    return output
 
 
-def live_page(runs: Sequence[ReportRun]) -> bytes:
-    """The page of the live view, whose rollouts come from its server, as UTF-8.
+def growing_page(runs: Sequence[ReportRun], version: str) -> bytes:
+    """The page of runs that train, as UTF-8, which asks its server for itself again.
 
-    Runs that have not started or cannot be read are named in it.
+    Runs that have not started or cannot be read are named in it. `version` is that of their files.
     """
     waiting = [run for run in runs if not RunDirectory(run.directory).metrics.exists()]
-    written, problems = [], []
-    for run in runs:
-        try:
-            written += [] if run in waiting else [read_written(run)]
-        except UserError as error:  # a file that someone has edited
-            problems.append(printable(str(error), MAX_TEXT))
+    written, errors = _readable([run for run in runs if run not in waiting])
+    rollouts = ""
+    try:
+        rollouts = embedded(written)
+    except UserError as error:  # a file that someone has edited
+        errors.append(error)
     shown = {
-        "live": True,
-        "problems": problems,
+        "follow": version,
+        "problems": [printable(str(error), MAX_TEXT) for error in errors],
         "waiting": printable(", ".join(str(run.directory) for run in waiting), MAX_TEXT),
     }
-    written = seeds_together(written)
     values = _page_values([*(one.run for one in written), *waiting], written)
-    return _rendered(values | shown, rollouts="", has_reader=True)
+    return _rendered(values | shown, rollouts)
+
+
+def _readable(runs: Sequence[ReportRun]) -> tuple[list[WrittenRun], list[UserError]]:
+    """The runs that can be read, and what is wrong with the others."""
+    written: list[WrittenRun] = []
+    errors: list[UserError] = []
+    for run in runs:
+        try:
+            written.append(read_written(run))
+        except UserError as error:
+            errors.append(error)
+    return seeds_together(written), errors
+
+
+def _require_report(path: Path) -> None:
+    """Refuse to replace a file that is no report."""
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            if GENERATOR.encode() in file.read(2048):
+                return
+    elif not path.is_dir():
+        return
+    raise UserError(f"{path} exists and is no report, so it is kept; give another --output")
 
 
 def _page_values(
@@ -101,7 +134,8 @@ def _page_values(
         "subtitle": printable(about, MAX_TEXT),
         "problems": [],
         "waiting": "",
-        "live": False,
+        "follow": "",
+        "generator": GENERATOR,
         "scripts": {name.partition(".")[0]: _script(name) for name in SCRIPTS},
         "caption": printable(caption),
         "data": plotted.replace("<", "\\u003c"),  # a "<" could end or open an element
@@ -153,7 +187,8 @@ def _template() -> jinja2.Template:
     return environment.get_template("page.html.j2")
 
 
-def _rendered(values: Mapping[str, Any], rollouts: str, has_reader: bool) -> bytes:
+def _rendered(values: Mapping[str, Any], rollouts: str) -> bytes:
+    has_reader = bool(rollouts or values["follow"])  # a run that starts will have some
     page = _template().render(values, rollouts=rollouts, has_reader=has_reader)
     return page.encode("utf-8", "replace")
 

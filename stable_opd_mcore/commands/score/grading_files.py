@@ -179,7 +179,7 @@ def _measured_rows(
         for number, line in enumerate(lines, start=1):
             record: _Record = {"file": name, "row": number} if several else {"row": number}
             try:
-                row = parse_row(line, settings.columns)
+                row = parse_row(line, settings.columns, may_lack_tokens=encode is not None)
             except RowError as error:
                 yield record | {"refused": str(error)}, None
                 continue

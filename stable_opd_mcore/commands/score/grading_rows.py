@@ -93,12 +93,6 @@ def _ending(value: Any) -> Ending | None:
     raise ValueError(f"expected true, false, null or one of {names}; --finish none ignores it")
 
 
-def _given(value: Any) -> Any:
-    if value is None:
-        raise ValueError("expected a list of token ids")
-    return value
-
-
 _Name = Annotated[str | None, BeforeValidator(_name)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -112,7 +106,7 @@ class ResponseRow(BaseModel):
     gold: Annotated[str | None, BeforeValidator(_gold)] = None  # None: not graded
     id: _Name = None
     finish: Annotated[Ending | None, BeforeValidator(_ending)] = None
-    tokens: Annotated[list[_TokenId] | None, BeforeValidator(_given)] = None
+    tokens: list[_TokenId] | None = None
     group: _Name = None
     answer_format: AnswerFormat = "boxed"
     opens_thinking: bool = False
@@ -179,8 +173,10 @@ def read_lines(file: BinaryIO) -> Iterator[bytes | None]:
         mark = b""
 
 
-def parse_row(line: bytes | None, columns: Columns) -> ResponseRow:
+def parse_row(line: bytes | None, columns: Columns, may_lack_tokens: bool = False) -> ResponseRow:
     """The row of a line; a RowError with a printable message says why it is refused.
+
+    With `may_lack_tokens` its token ids may be null where the file has a column of them.
 
     Raises:
         DataError: columns hold different gold answers; the message does not name the row.
@@ -196,6 +192,11 @@ def parse_row(line: bytes | None, columns: Columns) -> ResponseRow:
     if _MARK_OF_A_RUN in record:
         values |= {name: record[name] for name in _OF_A_RUN if name in record}
         values |= _of_last_turn(values, record.get("turns"))
+    if not may_lack_tokens and "tokens" in values and values["tokens"] is None:
+        raise RowError(
+            f"column {names['tokens']} is null: expected a list of token ids; --tokenizer counts "
+            "those of the text"
+        )
     try:
         return ResponseRow(**values)
     except ValidationError as error:

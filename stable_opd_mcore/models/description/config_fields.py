@@ -5,7 +5,6 @@ What they mean is in families.py and rotary_settings.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.json_files import read_json_object
 
+LARGEST_COUNT, LARGEST_NUMBER = 10**8, 1e15  # beyond those of any model
 READ_OUTSIDE = ("model_type", "tie_word_embeddings")  # transformers does not read text_config's
 
 
@@ -88,9 +88,12 @@ class Fields:
         if value is None and key not in self.values:
             needed_by = f"which a {self.values['model_type']} config needs"
             raise UserError(f"{self.origin}: no {key}, {needed_by}; add it")
-        if type(value) is not int or value < 1:
-            shown = "null" if value is None else repr(value)
-            raise UserError(f"{self.origin}: {key}={shown} should be a positive whole number")
+        if type(value) is not int or not 1 <= value <= LARGEST_COUNT:
+            shown = "null" if value is None else f"{value!r:.60}"
+            raise UserError(
+                f"{self.origin}: {key}={shown} should be a positive whole number, at most "
+                f"{LARGEST_COUNT:,}"
+            )
         return value
 
     def whole(self, key: str) -> int:
@@ -105,9 +108,12 @@ class Fields:
         return bool(value)
 
     def number(self, key: str, default: float) -> float:
-        """A positive finite number; UserError for anything else."""
+        """A positive number; UserError for anything else, and for one beyond any model's."""
         value = self.values.get(key, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            shown = "null" if value is None else repr(value)
-            raise UserError(f"{self.origin}: {key}={shown} should be a positive number")
+        if type(value) not in (int, float) or not 0 < value <= LARGEST_NUMBER:
+            shown = "null" if value is None else f"{value!r:.60}"
+            raise UserError(
+                f"{self.origin}: {key}={shown} should be a positive number, at most "
+                f"{LARGEST_NUMBER:g}"
+            )
         return float(value)

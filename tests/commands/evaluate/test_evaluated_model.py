@@ -48,6 +48,28 @@ def test_a_window_given_to_the_evaluation_of_a_run_is_its_models(run):
     assert evaluated_config(of_other, StoredModel(run / part, "step")).student.window is None
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "student.path=x",
+        "kl.beta=0.5",
+        "++optimizer.lr=1",
+        "data.train.path=x",
+        "sampling.top_p=0.5",
+    ],
+)
+def test_an_override_that_only_the_training_reads_is_refused(run, override):
+    others = ["train.seed=3", "evaluation.top_p=0.5", "parallel.tensor=2"]
+    for target in (run, run / "model"):
+        with pytest.raises(
+            UserError, match=r"has no effect on the evaluation of .*; drop it"
+        ) as found:
+            evaluation_config(target, overrides=[others[0], override, *others[1:]])
+        assert repr(override) in str(found.value)
+        assert evaluation_config(target, overrides=others).train.seed == 3
+    assert evaluation_config(run / "config.resolved.yaml", overrides=["kl.beta=0.5"]).kl.beta == 0.5
+
+
 def test_the_model_of_a_cold_start_is_of_the_cold_start(run):
     assert evaluation_config(run / "cold_start" / "model").run.name == "cold_start"
 

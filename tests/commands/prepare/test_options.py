@@ -6,7 +6,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stable_opd_mcore.commands.prepare.options import find_files, require_columns
+from stable_opd_mcore.commands.prepare.options import (
+    _require_one_split,
+    find_files,
+    require_columns,
+)
 from stable_opd_mcore.errors import DataError, UserError
 from tests.commands.prepare.make_inputs import make_inputs, small_preparation, write_benchmarks
 from tests.hub_server import COMMIT, hub_server, use_hub
@@ -163,3 +167,22 @@ def test_the_first_matching_glob_names_the_files(tmp_path):
     assert find_files(tmp_path / "y.jsonl", ()) == [tmp_path / "y.jsonl"]
     with pytest.raises(DataError, match=r"no file that matches \*\.csv.*--source"):
         find_files(tmp_path, ("*.csv",))
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (("train.jsonl", "test.jsonl"), "test, train"),
+        (("rows-0.jsonl", "rows-1.jsonl", "rows-val-0.jsonl"), "train, val"),
+        (("test.jsonl", "validation.jsonl"), "test, validation"),
+        (("rows-0.jsonl", "rows-1.jsonl"), None),
+        (("test-0.jsonl", "test-1.jsonl"), None),
+    ],
+)
+def test_files_of_several_splits_are_no_training_set(tmp_path, names, splits):
+    paths = [tmp_path / name for name in names]
+    if splits is None:
+        return _require_one_split(tmp_path, paths)
+    with pytest.raises(DataError, match=f"files of the splits {splits},.*--source one of them"):
+        _require_one_split(tmp_path, paths)
+    return _require_one_split(paths[0], paths[:1])

@@ -82,7 +82,7 @@ def test_one_run(tmp_path):
     assert policy.startswith("default-src 'none'")
 
 
-def test_no_runs_are_refused_and_a_title_names_some(tmp_path):
+def test_unreadable_runs_are_named_and_a_title_names_some(tmp_path, caplog):
     with pytest.raises(ValueError, match="give at least one run"):
         write_report([], tmp_path / "r.html")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -90,7 +90,18 @@ def test_no_runs_are_refused_and_a_title_names_some(tmp_path):
         with pytest.raises(ValueError, match=rf"{name}/metrics\.jsonl: no such file"):
             write_report([tmp_path / name], tmp_path / "r.html")
     runs = [make_run(tmp_path / name, 2) for name in ("w", "x", "y", "z")]
-    page = page_of(write_report(runs, tmp_path / "r.html"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").touch()
+    (tmp_path / "notes.html").write_text("<!doctype html><p>my notes")
+    for kept in ("notes.html", "empty", "w/metrics.jsonl"):
+        with pytest.raises(ValueError, match="is no report, so it is kept"):
+            write_report(runs, tmp_path / kept)
+    assert (tmp_path / "notes.html").read_text().endswith("my notes")
+    for bad in ("empty", "nothing"):  # the second replaces the first's report
+        page = page_of(write_report([tmp_path / bad, *runs], tmp_path / "r.html"))
+        (problem,) = [text for text in page.text if "metrics.jsonl" in text]
+        assert bad in problem
+        assert problem in caplog.text
     assert page.text.count("w, x, y and 1 more") == 3  # title, bar, heading
     assert "4 runs of on-policy distillation" in page.text
 

@@ -97,6 +97,11 @@ def test_half_a_character_is_measured_as_a_whole_one(tmp_path):
     found = grade_file(path, tmp_path / "out", FileGradingSettings(tokenizer=tokenizer))
     assert (found["num_rows"], found["num_refused"]) == (3, 0)
     assert [record["length"] for record in records(tmp_path / "out")] == [2, 6, 3]
+    rows = [{"text": "ok", "token_ids": [5]}, {"text": "four", "token_ids": None}]
+    write(path, rows)
+    assert grade_file(path, tmp_path / "out", FileGradingSettings())["num_refused"] == 1
+    grade_file(path, tmp_path / "out", FileGradingSettings(tokenizer=tokenizer))
+    assert [record["length"] for record in records(tmp_path / "out")] == [1, 4]
 
 
 def test_refused_rows_and_groups_are_counted_and_an_interrupted_run_leaves_earlier_files(
@@ -113,10 +118,10 @@ def test_refused_rows_and_groups_are_counted_and_an_interrupted_run_leaves_earli
     assert groups == {"0": 20, "1": 20}
     before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
 
-    def interrupted(line, columns):
+    def interrupted(line, columns, **options):
         if b'"id": 30' in line:
             raise KeyboardInterrupt
-        return parse_row(line, columns)
+        return parse_row(line, columns, **options)
 
     monkeypatch.setattr(grading_files, "parse_row", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -114,7 +114,10 @@ def test_values_of_several_forms_are_read(column, value, expected):
         ({"i": [1]}, "column i is [1]: expected text or a number"),
         ({"t": [1, -1]}, "column t is [1, -1]: Input should be greater than or equal to 0"),
         ({"t": [1, True]}, "column t is [1, True]: Input should be a valid integer"),
-        ({"t": None}, "column t is None: expected a list of token ids"),
+        (
+            {"t": None},
+            "column t is null: expected a list of token ids; --tokenizer counts those of",
+        ),
         (OF_A_RUN | {"answer_format": "box"}, "column answer_format is 'box': Input should"),
         (OF_A_RUN | {"opens_thinking": "no"}, "column opens_thinking is 'no': Input should"),
     ],

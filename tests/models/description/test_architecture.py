@@ -69,6 +69,17 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rms_norm_eps": "small"}, "rms_norm_eps='small' should be a positive number"),
         ({"initializer_range": float("inf")}, "initializer_range=inf should be a positive number"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True should be a positive whole number"),
+        *(
+            (
+                {key: 10**30},
+                f"{key}=10{{30}} should be a positive whole number, at most 100,000,000",
+            )
+            for key in (
+                *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
+                *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+            )
+        ),
+        ({"rms_norm_eps": 10**400}, r"rms_norm_eps=10{59}\.* should be a positive number, at most"),
         ({"rope_parameters": [1]}, r"rope_parameters=\[1\] should be an object"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' should be a positive number"),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn' should be an object"),

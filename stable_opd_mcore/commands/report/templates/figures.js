@@ -1,4 +1,4 @@
-// Plots the figures of the page with uPlot, and marks the events. The live view calls `page.show`
+// Plots the figures of the page with uPlot, and marks the events. follow.js calls `page.show`
 // again after it has replaced the page's content.
 "use strict";
 (() => {

@@ -1,5 +1,5 @@
 // The rollout reader: a list of the rollouts of a step, and the chosen one with coloured tokens.
-// Rollouts come from the page itself (report) or from the server (watch), through `source`.
+// Rollouts come from the page itself.
 // Every text is set as text, never as HTML.
 "use strict";
 (() => {
@@ -30,7 +30,7 @@
     right: (r) => r.reward !== null && r.reward > 0,
   };
   const state = { run: 0, step: null, filter: "all", search: "", colour: "advantage", chosen: null, shown: [], token: -1, follow: true };
-  let runs = [], ask = 0;
+  let runs = [], kept = { runs: [], rollouts: [] };
 
   // The page's own rollouts: gzipped JSON in base64.
   async function embedded() {
@@ -41,23 +41,8 @@
     return new Response(stream).json();
   }
   const texts = (found) => [found.prompt, found.text, found.pieces?.join("") ?? "", ...(found.turns ?? []).flatMap((t) => [t.observed, t.text])];
-  const pageSource = (found) => ({
-    runs: async () => found.runs,
-    list: async (run, step, search) => found.rollouts.filter((r) => r.run === run && (step === ALL || r.step === step)
-      && (!search || texts(r.detail).some((t) => t.toLowerCase().includes(search)))),
-    detail: async (rollout) => rollout.detail,
-  });
-  const fetched = async (path, values) => {
-    const reply = await fetch(`${path}?${new URLSearchParams(values)}`);
-    const found = await reply.json();
-    if (!reply.ok) throw new Error(found.error);
-    return found;
-  };
-  const serverSource = {
-    runs: async () => (await fetched("version", {})).runs,
-    list: (run, step, search) => fetched("rollouts", { run, step, search }),
-    detail: (r) => fetched("rollout", { run: r.run, step: r.step, index: r.index }),
-  };
+  const listed = (run, step, search) => kept.rollouts.filter((r) => r.run === run && (step === ALL || r.step === step)
+    && (!search || texts(r.detail).some((t) => t.toLowerCase().includes(search))));
 
   function fill(select, options, value) {
     select.replaceChildren(...options.map(([key, name]) => {
@@ -73,33 +58,25 @@
     if (state.step === null || (state.step !== ALL && !steps.includes(state.step))) state.step = steps.at(-1) ?? null;
     fill($("reader-run"), runs.map((run, index) => [index, run.label]), state.run);
     $("run-choice").hidden = runs.length < 2;
-    const all = document.body.dataset.live === undefined && steps.length > 1 ? [[ALL, "all kept here"]] : [];
+    const all = steps.length > 1 ? [[ALL, "all kept here"]] : [];
     fill($("reader-step"), [...all, ...steps.map((step) => [step, step.toLocaleString("en-US")])], state.step);
     document.querySelectorAll("[data-filter]").forEach((b) => b.setAttribute("aria-pressed", String(b.dataset.filter === state.filter)));
   }
 
-  async function showList() {
-    const asked = (ask += 1);
+  function showList() {
     showChoices();
-    let found = [];
-    try {
-      if (state.step !== null) found = await source.list(state.run, state.step, state.search.toLowerCase());
-    } catch (error) {
-      if (asked === ask) { state.shown = []; list.replaceChildren(); detail.replaceChildren(element("p", error.message, "problem")); }
-      return;
-    }
-    if (asked !== ask) return;
+    const found = state.step === null ? [] : listed(state.run, state.step, state.search.toLowerCase());
     state.shown = found.filter(FILTERS[state.filter]);
     $("reader-count").textContent = `${state.shown.length} of ${found.length} rollouts`;
     $("reader-kept").textContent = keptHere(runs[state.run]);
     list.replaceChildren(...state.shown.map(listItem));
-    const kept = state.shown.findIndex((r) => state.chosen && r.step === state.chosen.step && r.index === state.chosen.index && r.run === state.chosen.run);
-    await choose(Math.max(0, kept));
+    const same = state.shown.findIndex((r) => state.chosen && r.step === state.chosen.step && r.index === state.chosen.index && r.run === state.chosen.run);
+    choose(Math.max(0, same));
   }
 
-  // What of a run's rollouts a report holds; the live view has all that are stored.
+  // What of a run's rollouts the page holds.
   function keptHere(run) {
-    if (run?.stored === undefined) return "";
+    if (!run) return "";
     return `This page holds ${run.steps.length.toLocaleString("en-US")} of ${run.stored.toLocaleString("en-US")} stored steps and at most ${run.per_step} rollouts of each.`;
   }
 
@@ -126,7 +103,7 @@
     return item;
   }
 
-  async function choose(index) {
+  function choose(index) {
     const rollout = state.shown[index];
     [...list.children].forEach((item, at) => item.setAttribute("aria-selected", String(at === index)));
     state.chosen = rollout ?? null;
@@ -140,12 +117,7 @@
     const item = list.children[index];
     if (item.offsetTop < list.scrollTop || item.offsetTop + item.offsetHeight > list.scrollTop + list.clientHeight)
       list.scrollTop = item.offsetTop - list.clientHeight / 2;
-    try {
-      const found = await source.detail(rollout);
-      if (state.chosen === rollout) showDetail(rollout, found);
-    } catch (error) {
-      if (state.chosen === rollout) detail.replaceChildren(element("p", error.message, "problem"));
-    }
+    showDetail(rollout, rollout.detail);
   }
 
   function block(title, text, extra) {
@@ -290,7 +262,7 @@
     showList();
   }
   function setFilter(name) { state.filter = name; showList(); }
-  function setColour(key) { state.colour = key; if (state.chosen) source.detail(state.chosen).then((found) => showDetail(state.chosen, found)); }
+  function setColour(key) { state.colour = key; if (state.chosen) showDetail(state.chosen, state.chosen.detail); }
   const after = (items, item) => items[(items.indexOf(item) + 1) % items.length];
   const move = (by) => choose(Math.min(state.shown.length - 1, Math.max(0, state.shown.indexOf(state.chosen) + by)));
 
@@ -322,20 +294,15 @@
     typing = setTimeout(() => { state.search = target.value; showList(); }, 150);
   });
 
-  // Takes new steps of a running run; stays at the newest unless an older one was chosen.
-  async function refresh(found) {
+  // Takes the rollouts that the page holds now; stays at the newest step unless an older one was chosen.
+  async function refresh() {
     const newest = runs[state.run]?.steps.at(-1);
-    runs = found;
+    kept = await embedded();
+    runs = kept.runs;
     if (runs[state.run]?.steps.at(-1) === newest) return;
-    if (state.follow) { state.step = null; await showList(); } else showChoices();
-  }
-  let source;
-  async function start() {
-    source = document.body.dataset.live === undefined ? pageSource(await embedded()) : serverSource;
-    runs = await source.runs();
-    await showList();
-    reader.dataset.ready = "yes";
+    if (state.follow) state.step = null;
+    showList();
   }
   window.reader = { refresh };
-  start();
+  refresh().then(() => { showList(); reader.dataset.ready = "yes"; });
 })();
