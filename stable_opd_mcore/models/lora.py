@@ -6,8 +6,8 @@
 Every Hugging Face matrix of a layer, W [O, I], or every chosen one (models/files/adapted.py),
 becomes W + scale · B A; routers and the gates of shared experts are left out. A [R, I] is drawn as
 PEFT draws it, B [O, R] is zero. Where Megatron joins matrices, such as q, k and v, each has its own
-pair or none, so the factors are the same as PEFT's. Where HF's files hold an expert's gate and up as
-one matrix, they have one pair.
+pair or none, so the factors are the same as PEFT's. Where HF's files hold an expert's gate and up
+as one matrix, they have one pair.
 
 The pairs of one linear layer are `Factors` (models/layers/factors.py).
 
