@@ -33,6 +33,7 @@ ROWS = {
     "records": 1,
     "sample_facts": 1,
     "metrics": 1,
+    "endings": 0,
     "host": 0,
     "errors": -1,
 }

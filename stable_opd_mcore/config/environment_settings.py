@@ -16,7 +16,7 @@ class EnvironmentConfig(Section):
     function: str | None = None
     """`path/to/file.py:function`, relative to the working directory. It is called with a row, as a
     dict of its columns, and a seed, and returns a generator that yields what the student reads and
-    returns the reward, a number in [0, 1]. `null`: one response to each prompt."""
+    returns the reward, a number. `null`: one response to each prompt."""
     max_turns: PositiveInt = 10
     """Most turns of the student in an episode; one that has not ended by then has reward 0."""
     max_new_tokens: PositiveInt | None = None

@@ -40,6 +40,7 @@ class Observed:
     restarts: bool = False  # token_ids are a whole context that does not extend the one before
     # With environment.history=template: the messages that the context renders now
     conversation: tuple[Message, ...] = ()
+    tools: tuple[Tool, ...] = ()  # that its contexts name from now on
 
 
 class Bridge:
@@ -227,8 +228,10 @@ class Bridge:
         total = 0
         for message in messages:
             if message["role"] != "assistant":
-                text, number = self._tokenizer.neutralised(message["content"])
-                message, total = {**message, "content": text}, total + number
+                for key in ("content", "name", "tool_call_id"):
+                    if key in message:
+                        text, number = self._tokenizer.neutralised(message[key])
+                        message, total = {**message, key: text}, total + number
             cleaned.append(message)
         return cleaned, total
 

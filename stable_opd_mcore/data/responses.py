@@ -173,7 +173,7 @@ class ResponseTotals:
         if max_turns is not None:
             self._longest_episode = max(self._longest_episode, len(rollout.turns))
             for name, mean in _of_episode(rollout).items():
-                self._means[name] += mean
+                self._means[name] = self._means.get(name, Mean(0.0, 0.0)) + mean
 
     def _add(
         self,
@@ -272,12 +272,17 @@ def version_metrics(
 def _of_episode(rollout: Rollout) -> dict[str, Mean]:
     said = [turn.text.rpartition(_THINK_END)[2].strip() for turn in rollout.turns]
     endings = {f"ending_{each}": Mean(rollout.finish_reason == each, 1) for each in _ENDINGS}
-    return endings | {
-        "turns_mean": Mean(len(said), 1),
-        "episode_tokens_mean": Mean(len(rollout.token_ids), 1),
-        "episode_truncation_rate": Mean(rollout.finish_reason in CUT, 1),
-        "repeated_turn_rate": Mean(len(said) - len(set(said)), len(said)),
-    }
+    own = {f"own_{name}": Mean(value, 1) for name, value in rollout.metrics.items()}
+    return (
+        endings
+        | own
+        | {
+            "turns_mean": Mean(len(said), 1),
+            "episode_tokens_mean": Mean(len(rollout.token_ids), 1),
+            "episode_truncation_rate": Mean(rollout.finish_reason in CUT, 1),
+            "repeated_turn_rate": Mean(len(said) - len(set(said)), len(said)),
+        }
+    )
 
 
 def _terms(response: MeasuredResponse, ending: Ending | None) -> Iterator[tuple[str, float, float]]:

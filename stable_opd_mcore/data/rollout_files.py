@@ -88,6 +88,7 @@ class _RolloutColumns(_Columns):
     rollout_logprobs: list[_Float32]
     segments: list[_Segment] | None = None  # where weights of several versions sampled it
     seed: int | None = None  # where an environment plays it
+    metrics: dict[str, FiniteFloat] = {}  # what it returned with the reward
     turns: list[_Turn] | None = None  # where it is more than one response to its prompt
 
 
@@ -145,6 +146,8 @@ def encode_rollout(rollout: Rollout) -> bytes:
         del row["turns"]
     if rollout.seed is None:
         del row["seed"]
+    if not rollout.metrics:
+        del row["metrics"]
     if prompt.max_new_tokens is None:
         del row["max_new_tokens"]
     return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)

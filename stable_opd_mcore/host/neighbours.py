@@ -1,7 +1,7 @@
 """The files of a user's folder that a file there imports, read once and imported from memory.
 
 A file of the user's own may import installed packages and, by their names, the files and packages
-of its folder: `import rules` for a file rules. Which ones is read from the import statements, those
+of its folder, as in `import rules`. Which ones is read from the import statements, those
 inside functions too, so that a run keeps and compares exactly these. Modules of two folders may
 have the same name: each file gets its own.
 """

@@ -56,6 +56,8 @@ def name_of(key: str) -> Name | None:
     if area in ("source", "teacher") and "/" in rest:
         entry = TABLE["sources"].get(rest.rpartition("/")[2])
         return entry and Name(*entry)
+    if rest.startswith("own_"):
+        return Name(f"mean of {rest.removeprefix('own_')}, which the environment returned", "")
     return NAMES.get(key)
 
 

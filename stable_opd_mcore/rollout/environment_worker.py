@@ -9,17 +9,20 @@ replays, and which process has which episode (environments.py).
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
-from stable_opd_mcore.host.user_code import InvalidValueError, UserFunction, as_reward
+from stable_opd_mcore.host.user_code import InvalidValueError, UserFunction
 from stable_opd_mcore.host.worker_processes import start_user_code
 from stable_opd_mcore.serving.channel import receive_message
 
@@ -34,10 +37,13 @@ OUT_OF_MEMORY = 3  # exit code
 _CLOSING_SECONDS = 5
 _CUT = "\n[...]\n"
 _ROLES = ("user", "tool")
-_ROLES_OF_A_CONTEXT = ("system", "user", "assistant", "tool")
+_ROLES_OF_A_CONTEXT = ("system", "user", "assistant", "tool")  # a prompt, or a restart
+_MORE_KEYS = {"tool": {"name", "tool_call_id"}, "assistant": {"tool_calls"}}
+_METRIC = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _EXPECTED = (
     "a text (a message of the user), a list of messages "
-    '[{"role": "user" or "tool", "content": text}], {"restart": messages}, or, first, None'
+    '[{"role": "user" or "tool", "content": text}], {"restart": messages}, or, first, None or '
+    '{"messages": messages, "tools": schemas}'
 )
 _Generator = Generator[Any, "Said", Any]
 
@@ -50,7 +56,10 @@ class Answer:
     # prompt. None: the row's prompt stands, or nothing follows.
     observed: Sequence[Mapping[str, Any]] | None = None
     restarts: bool = False  # `observed` is a whole new context, not the continuation of the old one
-    reward: float | None = None  # 0 to 1, of an episode that is over; with a failure 0
+    # Schemas of the tools that the prompt or new context names; None: those that there were
+    tools: Sequence[Mapping[str, Any]] | None = None
+    reward: float | None = None  # of an episode that is over; with a failure 0
+    metrics: Mapping[str, float] = field(default_factory=dict)  # returned with the reward
     failure: GradingFailure | None = None
     reason: str = ""  # of the failure, for people
 
@@ -122,9 +131,9 @@ class Generators:
     def _advance(self, key: Hashable, go_on: Callable[[], Any], is_first: bool = False) -> Answer:
         try:
             try:
-                return Answer(*_messages(go_on(), is_first))
+                return _answer_of(go_on(), is_first)
             except StopIteration as end:
-                return Answer(reward=_reward(end.value))
+                return _last(end.value)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except InvalidValueError as error:
@@ -145,53 +154,121 @@ class Generators:
         return f"{text} ({self._file}, line {lines[-1]})" if lines else text
 
 
-def _reward(value: object) -> float:
-    try:
-        return as_reward(value)
-    except InvalidValueError as error:
+def _last(returned: object) -> Answer:
+    """What an episode returned: its reward, or reward and metrics."""
+    parts = cast("Sequence[object]", returned if isinstance(returned, tuple | list) else ())
+    has_metrics = len(parts) == 2 and isinstance(parts[1], Mapping)
+    reward = _number(parts[0] if has_metrics else returned)
+    if reward is None:
         raise InvalidValueError(
-            f"the episode returned {_shown(value)}; expected its reward, a number in [0, 1]: end "
-            "it with `return reward`"
-        ) from error
+            f"the episode returned {_shown(returned)}; expected its reward, a finite number, or "
+            "(reward, {name: number}): end it with `return reward`"
+        )
+    metrics: dict[str, float] = {}
+    for name, value in cast("Mapping[Any, object]", parts[1] if has_metrics else {}).items():
+        number = _number(value)
+        if number is None or not (isinstance(name, str) and _METRIC.fullmatch(name)):
+            raise InvalidValueError(
+                f"the episode returned the metric {_shown(name)}: {_shown(value)}; expected a name "
+                "of letters, digits, `_`, `-` and `.`, and a finite number"
+            )
+        metrics[name] = number
+    return Answer(reward=reward, metrics=metrics)
 
 
-def _messages(yielded: object, is_first: bool) -> tuple[list[dict[str, str]] | None, bool]:
-    """What an episode yielded as messages, and whether they restart the context."""
+def _number(value: object) -> float | None:
+    """A finite number, also of numpy; None for anything else."""
+    if not isinstance(value, Real):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _answer_of(yielded: object, is_first: bool) -> Answer:
+    """What an episode yielded."""
     if yielded is None and is_first:
-        return None, False
-    restarts = isinstance(yielded, Mapping) and cast("Any", yielded).keys() == {"restart"}
-    given: object = cast("Any", yielded)["restart"] if restarts else yielded
+        return Answer()
+    given, tools, restarts = yielded, None, False
+    if isinstance(yielded, Mapping):
+        parts = cast("Mapping[Any, object]", yielded)
+        restarts = "restart" in parts
+        key = "restart" if restarts else "messages"
+        if key in parts and parts.keys() <= {key, "tools"} and (restarts or is_first):
+            given, tools = parts[key], _tools(parts.get("tools"))
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list | tuple):
         raise InvalidValueError(f"the episode yielded {_shown(yielded)}; expected {_EXPECTED}")
     if not given:
         raise InvalidValueError("the episode yielded no messages; expected at least one")
-    roles = _ROLES_OF_A_CONTEXT if restarts else _ROLES
+    roles = _ROLES_OF_A_CONTEXT if restarts or is_first else _ROLES
     messages = [_message(each, roles) for each in cast("Sequence[object]", given)]
-    size = sum(len(each["content"]) for each in messages)
-    if 12 * (size + 4 * len(messages)) > MAX_ANSWER_BYTES:
+    if any(each["role"] == "system" for each in messages[1:]):
+        raise InvalidValueError("the episode yielded a system message after another; put it first")
+    size = len(json.dumps(messages)) + len(json.dumps(tools))
+    if size > MAX_ANSWER_BYTES:
         raise InvalidValueError(
-            f"the episode yielded {len(messages)} messages with {size} characters at once; "
-            f"expected at most {MAX_ANSWER_BYTES // 12}"
+            f"the episode yielded {len(messages)} messages with {size} characters of JSON at once; "
+            f"expected at most {MAX_ANSWER_BYTES}"
         )
-    return messages, restarts
+    return Answer(messages, restarts, tools)
 
 
-def _message(given: object, roles: Sequence[str]) -> dict[str, str]:
-    message = cast("Mapping[Any, object]", given if isinstance(given, Mapping) else {})
+def _tools(given: object) -> list[dict[str, Any]] | None:
+    if given is None:
+        return None
+    tools = cast("Sequence[object]", given if isinstance(given, list | tuple) else [None])
+    try:
+        return [dict(json.loads(json.dumps(cast("Any", tool)))) for tool in tools]
+    except (TypeError, ValueError) as error:
+        raise InvalidValueError(
+            f"the episode yielded the tools {_shown(given)}; expected a list of schemas in "
+            "OpenAI's form"
+        ) from error
+
+
+def _message(given: object, roles: Sequence[str]) -> dict[str, Any]:
+    message = cast("Mapping[Any, Any]", given if isinstance(given, Mapping) else {})
     role, content = message.get("role"), message.get("content")
-    if message.keys() != {"role", "content"} or not isinstance(content, str):
+    more = _MORE_KEYS.get(role, set()) if isinstance(role, str) else set[str]()
+    if isinstance(content, list | tuple):  # parts of OpenAI's form
+        texts = [each.get("text") for each in content if isinstance(each, Mapping)]
+        are_texts = len(texts) == len(content) and all(isinstance(each, str) for each in texts)
+        content = "".join(texts) if are_texts else None
+    calls = message.get("tool_calls")
+    if content is None and calls:
+        content = ""
+    if not message.keys() <= {"role", "content"} | more or not isinstance(content, str):
         raise InvalidValueError(
             f"the episode yielded the message {_shown(given)}; expected "
-            '{"role": ..., "content": text}'
+            '{"role": ..., "content": text or parts of text}, in which a tool message may have '
+            "name and tool_call_id, and an assistant's tool_calls"
         )
     if role not in roles:
         raise InvalidValueError(
             f"the episode yielded a message with the role {_shown(role)}; expected "
             f"{' or '.join(roles)}"
         )
-    return {"role": str(role), "content": _plain(content)}
+    found: dict[str, Any] = {"role": str(role), "content": _plain(content)}
+    if calls and not content:
+        found["content"] = None  # templates ask whether there is a text
+    found |= {k: _plain(str(message[k])) for k in ("name", "tool_call_id") if k in message}
+    if calls:
+        try:
+            found["tool_calls"] = [_call(json.loads(json.dumps(call))) for call in calls]
+        except (TypeError, ValueError, LookupError) as error:
+            raise InvalidValueError(
+                f"the episode yielded the tool_calls {_shown(calls)}; expected OpenAI's form"
+            ) from error
+    return found
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, as templates expect; OpenAI writes their JSON."""
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        function["arguments"] = json.loads(function["arguments"])
+    return call
 
 
 def _plain(text: str) -> str:

@@ -19,7 +19,9 @@ token ids that the student reads (`Observed`, data/bridge.py), and the `before` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +40,7 @@ class End:
     ending: Ending
     reward: float | None = None  # None: to be graded
     failure: GradingFailure | None = None  # with `failed`
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what its environment returned
 
 
 # What follows a turn, or comes before the first one. None: the environment has forgotten the
@@ -60,6 +63,8 @@ class Episode:
     finish_reason: Ending = Ending.OPEN
     reward: float | None = None
     failure: GradingFailure | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)  # see End
+    tools: tuple[Mapping[str, Any], ...] = ()  # see Observed
     # With environment.history=template: the messages that the context renders, up to its last turn
     conversation: tuple[Message, ...] = ()
 
@@ -144,13 +149,14 @@ class Episode:
         if what is None:
             return Episode.begin(self.prompt, self.sample_index, self.segments[0].weight_version)
         if isinstance(what, End):
-            ended = {"reward": what.reward, "failure": what.failure}
+            ended = {"reward": what.reward, "failure": what.failure, "metrics": what.metrics}
             return replace(self, finish_reason=what.ending, **ended)
         read = np.array(what.token_ids, np.int32)
         context = read if what.restarts else np.concatenate([self.context, read])
         turn = Turn(0, Ending.OPEN, what.token_ids, what.restarts, observed=what.text)
         turns = (*self.turns, turn)
-        return replace(self, context=context, turns=turns, conversation=what.conversation)
+        lasting = {"conversation": what.conversation, "tools": what.tools}
+        return replace(self, context=context, turns=turns, **lasting)
 
     def rollout(self) -> Rollout:
         return Rollout(
@@ -166,4 +172,5 @@ class Episode:
             routed_experts=np.concatenate(self.routed_experts) if self.routed_experts else None,
             segments=self.segments,
             turns=self.turns,
+            metrics=self.metrics,
         )

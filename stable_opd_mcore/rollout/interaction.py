@@ -24,6 +24,7 @@ from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.data.bridge import Bridge, Observed
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import Message, with_system
+from stable_opd_mcore.data.tool_schemas import Tool, parse_tools, refuse_unnamed
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.metrics import Metrics, Sum
@@ -159,7 +160,7 @@ class Interaction:
             self._note_failure(asked, answer.reason)
             return End(Ending.FAILED, answer.reward, answer.failure)
         if answer.is_last:
-            return End(Ending.STOP, answer.reward)
+            return End(Ending.STOP, answer.reward, metrics=answer.metrics)
         settings, finished = self.environments[asked.environment], asked.sampling.training_step
         most = settings.max_turns if finished is None else settings.turns_at(finished)
         if len(asked.episode.turns) >= most:
@@ -195,6 +196,7 @@ class Interaction:
         """
         episode, bridge = asked.episode, self._bridges[asked.sampling.training_step is None]
         is_first = not episode.turns
+        tools = self._tools_of(episode, answer)
         messages, num_neutralised = bridge.neutralised(answer.observed or ())
         num_cut = 0
         if settings.max_observation_tokens is not None and not is_first and not answer.restarts:
@@ -203,15 +205,19 @@ class Interaction:
         if is_first and answer.observed is None:
             conversation = with_system(episode.prompt.messages, self.system_prompt)
             seen = Observed()
+            if tools:
+                text = self._decoded(episode.prompt.token_ids)
+                refuse_unnamed(tools, text, episode.prompt.prompt_id, self._path)
         elif is_first or answer.restarts:
             conversation = with_system(messages, self.system_prompt)
-            seen = replace(bridge.render(conversation, ()), restarts=True)
+            seen = replace(bridge.render(conversation, (), tools), restarts=True)
+            refuse_unnamed(tools, seen.text, episode.prompt.prompt_id, self._path)
         elif settings.history == "append":
-            seen = bridge.append(messages, int(episode.context[-1]))
+            seen = bridge.append(messages, int(episode.context[-1]), tools)
         else:
             said: Message = {"role": "assistant", "content": episode.turns[-1].text}
             conversation = [*episode.conversation, said, *messages]
-            seen = bridge.render(conversation, episode.context.tolist())
+            seen = bridge.render(conversation, episode.context.tolist(), tools)
         if not (is_first or answer.restarts):
             self._note({message["role"] for message in messages}, asked.sampling)
         with self._lock:
@@ -219,7 +225,21 @@ class Interaction:
                 self._counts["neutralised_tokens"] += num_neutralised
                 self._counts["cut_tokens"] += num_cut
         rendered = tuple(conversation) if settings.history == "template" else ()
-        return replace(seen, text=self._decoded(seen.token_ids), conversation=rendered)
+        text = self._decoded(seen.token_ids)
+        return replace(seen, text=text, conversation=rendered, tools=tools)
+
+    @staticmethod
+    def _tools_of(episode: Episode, answer: Answer) -> tuple[Tool, ...]:
+        """The tools that the student knows from this answer on."""
+        if answer.tools is None:
+            return episode.tools if episode.turns else tuple(episode.prompt.tools)
+        tools = parse_tools(answer.tools)
+        if len(tools) != len(answer.tools):
+            raise DataError(
+                f"the environment yielded the tools {answer.tools!s:.200}; expected a list of "
+                "functions in OpenAI's form"
+            )
+        return tools
 
     def _note(self, roles: set[str], sampling: Sampling) -> None:
         """Note the roles of messages that continue a context.
@@ -242,6 +262,11 @@ class Interaction:
                     "teacher's directory, yield messages of another role, or yield restarts"
                 )
             self._compared.add(role)
+
+    @property
+    def _path(self) -> str:
+        assert self.tokenizer is not None
+        return self.tokenizer.path
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
         assert self.tokenizer is not None

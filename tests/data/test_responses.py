@@ -250,6 +250,14 @@ def test_rollouts_of_sources_without_an_environment_have_no_part_in_the_numbers_
     assert shares == [2 / 8, 10 / 10, 2 / 4, 1.0]
 
 
+def test_numbers_that_environments_return_are_averaged_over_the_episodes_that_have_them():
+    metrics = ({"steps": 3.0}, {"steps": 5.0, "won": 1.0}, {})
+    rollouts = [replace(EPISODES[0], metrics=each) for each in metrics]
+    values = rollout_metrics(rollouts, 8, max_turns={"": 4}).values_by_key()
+    require_known(values)
+    assert (values["rollout/own_steps"], values["rollout/own_won"]) == (4.0, 1.0)
+
+
 def test_turns_have_the_budget_of_their_environment():
     expected = rollout_metrics(EPISODES, 8, max_turns={"": 4})
     own = [replace(one, prompt=replace(one.prompt, max_new_tokens=8)) for one in EPISODES]

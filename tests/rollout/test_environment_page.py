@@ -186,4 +186,4 @@ def test_an_openenv_client(monkeypatch):
     fake = ModuleType("echo_env")
     vars(fake).update(EchoEnv=EchoEnv, EchoAction=lambda message: message)
     monkeypatch.setitem(sys.modules, "echo_env", fake)
-    assert played(episode("open_env.py")({}, 0), "a", "b") == (["ready", "a"], 1)
+    assert played(episode("open_env.py")({}, 0), "a", "b") == (["ready", "a"], 3.5)

@@ -45,14 +45,14 @@ def evaluated_pool(tmp_path_factory):
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (["3"], r"returned 3 \(int\); expected its reward, a number in \[0, 1\]: end it with"),
-        (["None"], "returned None; expected its reward"),
-        (["1.5"], r"returned 1.5 \(float\)"),
+        (["None"], r"returned None; expected its reward, a finite number, or .*: end it with"),
         (["float('nan')"], r"returned nan \(float\)"),
-        (["-1"], r"returned -1"),
+        (["(1, 2)"], r"returned \(1, 2\) \(tuple\)"),
+        (["(1, {'a b': 1})"], r"the metric 'a b' \(str\): 1 "),
+        (["(1, {'a': None})"], r"the metric 'a' \(str\): None"),
         (["'1'"], r"returned '1' \(str\)"),
         (["'a'", "None", "1"], "yielded None; expected a text"),
-        (["3", "1"], r"yielded 3 \(int\); expected a text .* or, first, None"),
+        (["3", "1"], r"yielded 3 \(int\); expected a text .* or, first, None or"),
         (["b'a'", "1"], r"yielded b'a' \(bytes\)"),
         (["[]", "1"], "yielded no messages; expected at least one"),
         (["{'restart': []}", "1"], "yielded no messages"),
@@ -62,14 +62,24 @@ def evaluated_pool(tmp_path_factory):
         (["[{'role': 'user', 'content': 3}]", "1"], "the message {'role': 'user', 'content': 3}"),
         (["[{'role': 'user', 'content': '', 'name': ''}]", "1"], "the message .*'name'"),
         (
-            ["[{'role': 'system', 'content': ''}]", "1"],
+            ["'a'", "[{'role': 'system', 'content': ''}]", "1"],
             r"role 'system' \(str\); expected user or t",
         ),
-        (["[{'role': [], 'content': ''}]", "1"], r"role \[\] \(list\); expected user or tool"),
+        (
+            ["[{'role': r, 'content': ''} for r in ('user', 'system')]", "1"],
+            "a system message after another; put it first",
+        ),
+        (["'a'", "{'messages': 'a', 'tools': []}", "1"], r"yielded \{'messages': 'a', 'tools'"),
+        (["{'messages': 'a', 'tools': [3]}", "1"], "yielded the tools .*; expected a list of sch"),
+        (
+            ["[{'role': 'user', 'content': [{'type': 'image_url', 'image_url': 'x'}]}]", "1"],
+            "parts of text",
+        ),
+        (["[{'role': [], 'content': ''}]", "1"], r"role \[\] \(list\); expected system or user"),
         (["{'restart': [{'role': 'x', 'content': ''}]}", "1"], "expected system or user or assis"),
         (
-            ["['a' * 9**6] and [{'role': 'user', 'content': 'a' * 10**6}] * 3", "1"],
-            "3 messages with",
+            ["['a' * 9**6] and [{'role': 'user', 'content': 'a' * 10**6}] * 40", "1"],
+            "40 messages with",
         ),
     ],
 )
@@ -105,6 +115,45 @@ def test_texts_messages_and_new_contexts_are_observed(evaluated_pool):
         Answer(({"role": "user", "content": "? \U0001f600"},)),  # tokenizers refuse half a pair
         Answer(reward=1.0),
     ]
+
+
+def test_what_other_programs_write_in_messages_rewards_and_metrics_is_read(evaluated_pool):
+    """Each is the first thing that an episode yields, or what it returns."""
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    as_text = [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    shots = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": as_text},
+        {"role": "tool", "content": "1", "name": "f", "tool_call_id": "x"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    read = [*shots]
+    read[1] = {"role": "user", "content": "ab"}
+    read[2] = {"role": "assistant", "content": None, "tool_calls": calls}
+    for number, (yielded, returned, first, last) in enumerate(
+        [
+            (shots, -2.5, Answer(tuple(read)), Answer(reward=-2.5)),
+            (
+                {"messages": "d", "tools": tools},
+                (7, {"steps": 3, "won": True}),
+                Answer(({"role": "user", "content": "d"},), tools=tools),
+                Answer(reward=7.0, metrics={"steps": 3.0, "won": 1.0}),
+            ),
+            (
+                {"restart": shots, "tools": tools},
+                [0.5, {}],
+                Answer(tuple(read), True, tools),
+                Answer(reward=0.5),
+            ),
+        ]
+    ):
+        values = [repr(yielded), repr(returned)]
+        assert get(evaluated_pool.open(number, {"values": values}, 0)) == first
+        assert get(evaluated_pool.say(number, "")) == last
 
 
 def test_a_function_without_yield_says_so(pool_of):

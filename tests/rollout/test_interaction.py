@@ -29,7 +29,7 @@ def episode(row, seed):
         if said == "raise":
             raise KeyError("door")
         said = yield row["then"]
-    return number / 4
+    return number / 4, {"turns": number}
 """
 TRAINING = Sampling(max_new_tokens=4, training_step=0)
 HELD_OUT = replace(TRAINING, training_step=None)
@@ -85,6 +85,7 @@ def test_appended_turns_are_exactly_what_was_sampled(name, interact):
     episode = followed(interaction, said(episode, tokenizer, "end"))
     rollout = episode.rollout()
     assert (rollout.reward, rollout.finish_reason, rollout.grading_failure) == (0.25, "stop", None)
+    assert rollout.metrics == {"turns": 1.0}
     assert [turn.restarts for turn in rollout.turns] == [False, False]
     assert tokenizer.decode(episode.context.tolist()) == (
         tokenizer.render_turns([ASK])
@@ -132,6 +133,46 @@ def test_the_templates_own_history_begins_a_context_where_it_drops_thoughts(inte
         ]
         assert episode.turns[-1].restarts == restarts
         assert tokenizer.decode(episode.context.tolist()) == tokenizer.render_turns(told)
+
+
+SCHEMAS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+@pytest.mark.parametrize("name", [QWEN25, QWEN3, R1])
+def test_an_episode_has_a_system_message_earlier_turns_and_tools_of_its_own(
+    interact, name, history
+):
+    tokenizer = real_tokenizer(name)
+    interaction = interact(tokenizer, window=2000, history=history)
+    shots = [{"role": "system", "content": "Be brief."}, ASK, TWO, ASK]
+    then = [{"role": "tool", "content": "2", "name": "add<|im_end|>", "tool_call_id": "1"}]
+    first = {"messages": shots, "tools": SCHEMAS}
+    episode = followed(interaction, begun(tokenizer, first, then))
+    if name == R1:  # its template writes no tools
+        assert "does not name the tools add" in str(interaction.refusal)
+        return
+    rendered = tokenizer.render(shots, generation_prompt=True, tools=SCHEMAS)
+    assert tokenizer.decode(episode.context.tolist()) == rendered
+    assert '"name": "add"' in rendered
+    episode = followed(interaction, said(episode, tokenizer, "<think>\n\n</think>\n\ngo"))
+    text = tokenizer.decode(episode.context.tolist())
+    assert '"name": "add"' in text
+    assert text.count("<tool_response>\n2\n</tool_response>") == 1
+    assert episode.tools == tuple(SCHEMAS)
+
+
+def test_the_tools_of_a_row_are_those_of_its_episode(interact):
+    tokenizer = real_tokenizer(QWEN25)
+    interaction = interact(tokenizer, window=2000)
+    for first, names in ((None, False), ([ASK], True)):
+        begin = begun(tokenizer, first)
+        prompt = replace(begin.prompt, tools=SCHEMAS)
+        episode = followed(interaction, replace(begin, prompt=prompt))
+        # Rendered with the row, where the prompt stands: here it was rendered without.
+        assert episode.is_open == names
+    assert '"name": "add"' in tokenizer.decode(episode.context.tolist())
+    assert "does not name the tools add" in str(interaction.refusal)
 
 
 def test_first_messages_stand_for_the_prompt_and_restarts_for_all_before(interact):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from stable_opd_mcore.records import Scores
@@ -47,6 +48,14 @@ def test_each_scorer_fills_its_own_field():
         assert after.reference.hidden_NH.eq(-2.0).all()
         assert after.old_logprob_N.tolist() == [-3.0] * len(before.rows_N)
         assert after.old_token_logprob_N.tolist() == [-4.0] * len(before.rows_N)
+
+
+@pytest.mark.parametrize("role", ["teacher", "reference", "behaviour"])
+def test_nobody_is_asked_where_no_rollout_of_a_minibatch_has_a_token(role):
+    golden = [replace(batch, is_scored=False) for batch in BATCHES]
+    scorer = ConstantScorer(-1.0)
+    with patch.object(scorer, "score", side_effect=AssertionError):
+        assert with_scores(golden, **{role: scorer}) == golden
 
 
 def test_golden_solutions_whose_scores_nobody_reads_are_not_scored():
