@@ -94,6 +94,8 @@ class Prompt:
     max_new_tokens: int | None = field(default=None, compare=False)  # of a turn; None: Sampling's
     # The messages that token_ids render, where an environment answers; else none
     messages: Sequence[Mapping[str, str]] = field(default=(), compare=False, repr=False)
+    # The tools that token_ids name, where an environment answers: data/tool_schemas.py
+    tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     # Tokens of the golden turns, of which every other one is observed; (): golden_token_ids are one
     golden_turn_tokens: tuple[int, ...] = field(default=(), compare=False)
 

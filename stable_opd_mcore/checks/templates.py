@@ -10,7 +10,7 @@ from pathlib import Path
 from stable_opd_mcore.checks.finding import Finding, finding
 from stable_opd_mcore.checks.pair import EXAMPLE, ModelFiles, Pair
 from stable_opd_mcore.checks.tokens import THOUGHT_MARKS
-from stable_opd_mcore.data.chat import opens_thinking
+from stable_opd_mcore.data.thoughts import opens_thinking
 from stable_opd_mcore.data.tokenizer_backend import stored_templates
 from stable_opd_mcore.errors import DataError
 

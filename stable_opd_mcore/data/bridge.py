@@ -18,6 +18,7 @@ from os.path import commonprefix
 
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import Message
+from stable_opd_mcore.data.tool_schemas import Tool
 from stable_opd_mcore.errors import DataError
 
 _CUT = "\n[...]\n"  # in the middle of a message that is too long
@@ -47,9 +48,13 @@ class Bridge:
         self._refusals: dict[str, str | None] = {}
         self._written: set[tuple[str, ...]] = set()  # roles of conversations that lose no message
 
-    def append(self, messages: Sequence[Message], last_token: int) -> Observed:
+    def append(
+        self, messages: Sequence[Message], last_token: int, tools: Sequence[Tool] = ()
+    ) -> Observed:
         """The end of a turn whose last token is `last_token`, the messages after it, and the
         generation prompt. If the student sampled the turn's end itself, it is not repeated.
+
+        tools: of the prompt, which some templates write again before the last message (Mistral's).
 
         Raises:
             DataError: a role that `refusal` names, or a template that fails on these messages.
@@ -59,22 +64,27 @@ class Bridge:
                 raise DataError(reason)
         cleaned, _ = self.neutralised(messages)
         self._require_written([_USER, _SAID, *cleaned])
-        text = self._after_mark([_USER], cleaned)
+        text = self._after_mark([_USER], cleaned, tools=tools)
         ids = tuple(self._tokenizer.encode(text))
         end = next(place for place, token in enumerate(ids) if token in self._tokenizer.added_ids)
         added = ids[end + 1 :] if ids[end] == last_token else ids
         return Observed(added, text)
 
-    def render(self, messages: Sequence[Message], context_ids: Sequence[int]) -> Observed:
-        """A whole conversation as the chat template writes it, with the generation prompt. If it
-        begins with `context_ids`, only what follows them.
+    def render(
+        self,
+        messages: Sequence[Message],
+        context_ids: Sequence[int],
+        tools: Sequence[Tool] = (),
+    ) -> Observed:
+        """A whole conversation as the chat template writes it, with the tools and the generation
+        prompt. If it begins with `context_ids`, only what follows them.
 
         Raises:
             DataError: a template that fails on these messages, or leaves one of them out.
         """
         cleaned, _ = self.neutralised(messages)
         self._require_written(cleaned)
-        text = self._tokenizer.render(cleaned, generation_prompt=True)
+        text = self._tokenizer.render(cleaned, generation_prompt=True, tools=tools)
         ids, length = tuple(self._tokenizer.encode(text)), len(context_ids)
         extends = ids[:length] == tuple(context_ids)
         added = ids[length:] if extends else ids
@@ -194,13 +204,14 @@ class Bridge:
         history: Sequence[Message],
         new: Sequence[Message],
         said: str = _MARK,
+        tools: Sequence[Tool] = (),
         **more: object,
     ) -> str:
         """What the template writes after an assistant's text: the end of the turn, `new` and a
         generation prompt. `more` are further keys of the assistant's message.
         """
         turn = {"role": "assistant", "content": said, **more}
-        text = self._tokenizer.render([*history, turn, *new], generation_prompt=True)
+        text = self._tokenizer.render([*history, turn, *new], generation_prompt=True, tools=tools)
         _, mark, after = text.partition(_MARK)
         if not mark:
             raise DataError(

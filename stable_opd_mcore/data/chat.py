@@ -22,8 +22,9 @@ from tokenizers.decoders import DecodeStream
 
 from stable_opd_mcore.data.messages import Message, with_system
 from stable_opd_mcore.data.synthetic import VOCABULARY
-from stable_opd_mcore.data.template_variables import refuse_unread, warn_of_clock
+from stable_opd_mcore.data.template_variables import given_tools, refuse_unread, warn_of_clock
 from stable_opd_mcore.data.tokenizer_backend import check_symbols, load_backend
+from stable_opd_mcore.data.tool_schemas import Tool
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.json_files import read_json_object
 
@@ -52,9 +53,7 @@ class Tokenizer:
         # A tokenizer.json keeps the lengths of its last call, which would cut or fill every text.
         backend.backend_tokenizer.no_truncation()
         backend.backend_tokenizer.no_padding()
-        self._template_kwargs = dict(template_kwargs or {})
-        self._whole_turns: set[tuple[str, ...]] = set()  # roles of conversations that are kept
-        refuse_unread(self._template_kwargs, self._template, path)
+        self._take(template_kwargs or {})
         warn_of_clock(self._template, path)
         self._is_synthetic = backend.get_vocab().keys() == set(VOCABULARY)
         model_dir = Path(path) if Path(path).is_dir() else None
@@ -87,9 +86,16 @@ class Tokenizer:
         if template_kwargs is None:
             return self
         other = copy.copy(self)
-        other._template_kwargs, other._whole_turns = dict(template_kwargs), set()
-        refuse_unread(other._template_kwargs, self._template, self.path)
+        other._take(template_kwargs)
         return other
+
+    def _take(self, template_kwargs: Mapping[str, Any]) -> None:
+        """Keep the arguments of the chat template; `tools` are those of prompts without any."""
+        self._template_kwargs = dict(template_kwargs)
+        refuse_unread(self._template_kwargs, self._template, self.path)
+        self._tools = given_tools(self._template_kwargs.pop("tools", ()), self.path)
+        # Conversations that the template keeps: their roles, and whether there are tools
+        self._whole_turns: set[tuple[bool, tuple[str, ...]]] = set()
 
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json, its config, its chat template and generation_config.json.
@@ -248,6 +254,7 @@ class Tokenizer:
         problem: str,
         template: str = "{problem}",
         system: str | None = None,
+        tools: Sequence[Tool] = (),
     ) -> str:
         """Render a problem in a prompt template; DataError if the template lacks {problem}."""
         if "{problem}" not in template:
@@ -257,9 +264,14 @@ class Tokenizer:
         # Not str.format: LaTeX braces in templates are text.
         user = template.replace("{problem}", problem)
         turns: list[Message] = [{"role": "user", "content": user}]
-        return self.render_turns(turns, system)
+        return self.render_turns(turns, system, tools)
 
-    def render_turns(self, messages: Sequence[Message], system: str | None = None) -> str:
+    def render_turns(
+        self,
+        messages: Sequence[Message],
+        system: str | None = None,
+        tools: Sequence[Tool] = (),
+    ) -> str:
         """The turns of a prompt after chat template and generation prompt; without a chat template,
         their texts with blank lines between. `system`: the system message where they have none.
 
@@ -269,8 +281,8 @@ class Tokenizer:
         """
         messages = with_system(messages, system)
         if self._template is not None:
-            text = self.render(messages, generation_prompt=True)
-            self._refuse_dropped_texts(messages)
+            text = self.render(messages, generation_prompt=True, tools=tools)
+            self._refuse_dropped_texts(messages, tools)
             return text
         if any(message["role"] == "assistant" for message in messages):
             raise DataError(
@@ -279,18 +291,18 @@ class Tokenizer:
             )
         return "\n\n".join(message["content"] for message in messages)
 
-    def _refuse_dropped_texts(self, messages: Sequence[Message]) -> None:
+    def _refuse_dropped_texts(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         """Raise a DataError if the chat template drops or changes texts of such a conversation.
 
         Marks stand for the texts, which a template may strip. Not here: tool calls and replies.
         """
         roles = tuple(message["role"] for message in messages)
-        if roles in self._whole_turns:
+        if (bool(tools), roles) in self._whole_turns:
             return
         marks = {n: f"{role} {n}{_PLAIN}" for n, role in enumerate(roles) if role != "tool"}
         marks = {n: mark for n, mark in marks.items() if not messages[n].get("tool_calls")}
         turns = [{**t, "content": marks[n]} if n in marks else t for n, t in enumerate(messages)]
-        text = self.render(turns, generation_prompt=True)
+        text = self.render(turns, generation_prompt=True, tools=tools)
         for number, mark in marks.items():
             if mark not in text:
                 role = roles[number]
@@ -300,28 +312,17 @@ class Tokenizer:
                     "message; expected it in the prompt as it is, given as a string and not as a "
                     f"list of parts: correct the template{remedy if role == 'system' else ''}"
                 )
-        self._whole_turns.add(roles)
-
-    def response_text(self, solution: str, prompt_text: str) -> str:
-        """A golden solution as the response to a prompt, which may have opened <think> already.
-
-        Without </think> it then begins with it, or the model would learn to leave the thought open.
-        """
-        if not opens_thinking(prompt_text):
-            return solution
-        if _THINK_END not in solution:
-            return f"\n{_THINK_END}\n\n{solution}"
-        opening = solution.lstrip()
-        return opening.removeprefix(_THINK).lstrip("\n") if opening.startswith(_THINK) else solution
+        self._whole_turns.add((bool(tools), roles))
 
     def render(
         self,
         messages: Sequence[Message],
         generation_prompt: bool = False,
         template: str | None = None,
+        tools: Sequence[Tool] = (),
     ) -> str:
-        """Render messages with a chat template, by default the tokenizer's own. A template that
-        fails is a DataError."""
+        """Render messages and tools with a chat template, by default the tokenizer's own; without
+        tools, those of its arguments. A template that fails is a DataError."""
         try:
             return str(
                 self._backend.apply_chat_template(
@@ -329,6 +330,7 @@ class Tokenizer:
                     chat_template=template,
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
+                    tools=[dict(tool) for tool in tools or self._tools] or None,
                     **self._template_kwargs,
                 )
             )
@@ -337,11 +339,6 @@ class Tokenizer:
                 f"{self.path}: its chat template fails on {messages!s:.300}: {error}; "
                 "correct the template"
             ) from error
-
-
-def opens_thinking(prompt_text: str) -> bool:
-    """Whether a prompt ends with <think>, which the response must then close."""
-    return prompt_text.rstrip().endswith(_THINK)
 
 
 def resolve_stop_ids(

@@ -97,25 +97,6 @@ def _refuse_unordered_replies(turns: Sequence[Message], where: str) -> None:
         waiting = waiting[waiting.index(reply) + 1 :]
 
 
-def tool_names(value: object) -> tuple[str, ...]:
-    """The names of functions in OpenAI's form, [{"function": {"name": ...}}], or in its JSON text;
-    () for a value of another form.
-    """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return ()
-    if isinstance(value, list):
-        return tuple(name for each in cast("list[object]", value) for name in tool_names(each))
-    if not isinstance(value, Mapping):
-        return ()
-    tool = cast("Mapping[str, Any]", value)
-    function = tool.get("function") or ("parameters" in tool and tool)
-    name = cast("Any", function).get("name") if isinstance(function, Mapping) else None
-    return (name,) if isinstance(name, str) else ()
-
-
 def _turn(
     message: object, place: str, text: Callable[[Mapping[str, Any], str], str], before: str | None
 ) -> Message:

@@ -5,7 +5,6 @@ The order is a function of (seed, slot), so a checkpoint stores only the number 
 
 import json
 import logging
-import re
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from itertools import chain, groupby, takewhile
@@ -16,11 +15,13 @@ from numpy.typing import NDArray
 
 from stable_opd_mcore.config.schema import DataConfig
 from stable_opd_mcore.data.bridge import Bridge
-from stable_opd_mcore.data.chat import Tokenizer, opens_thinking
+from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import is_bare_answer, source_name
 from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
+from stable_opd_mcore.data.thoughts import golden_response, opens_thinking
+from stable_opd_mcore.data.tool_schemas import Tool, holds_schemas, refuse_unnamed
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt
 
@@ -120,6 +121,7 @@ class PromptSet:
         self._template = config.prompt_template
         self.teacher = teacher
         bridge = Bridge(tokenizer)
+        rows = [_without_written_tools(row, config.system_prompt) for row in rows]
         texts = [_prompt_text(row, tokenizer, config, bridge) for row in rows]
         prompts = tokenizer.encode_many(texts)
         without = _sources_without_golden(config) if golden == "by_source" else set[str]()
@@ -128,7 +130,9 @@ class PromptSet:
         kept: list[int] = []
         for index, row in enumerate(rows):
             _refuse_control_tokens(row, tokenizer, golden)
-            _refuse_unnamed_tools(row, tokenizer, config, bridge)
+            if row.tools and row.environment is None:  # which may replace the prompt
+                start = _start_text(row, texts[index], tokenizer, config, bridge)
+                refuse_unnamed(row.tools, start, row.row_id, tokenizer.path)
             _refuse_empty(row, prompts[index])
             num_golden = sum(map(len, goldens[index]))
             of_teacher = len(own[index]) if own else 0
@@ -174,6 +178,7 @@ class PromptSet:
             environment=row.environment,
             max_new_tokens=row.max_new_tokens,
             messages=() if row.environment is None else _messages(row, self._template),
+            tools=() if row.environment is None else row.tools,
         )
 
     def problems(self) -> list[str]:
@@ -182,7 +187,7 @@ class PromptSet:
 
     def source_names(self) -> list[str]:
         """The source of every row: its id before the last colon."""
-        return list(map(_source_of, self._rows))
+        return [row.source for row in self._rows]
 
     def prompt_lengths(self) -> list[int]:
         """Tokens of every prompt."""
@@ -255,12 +260,12 @@ def _messages(row: Row, template: str) -> Sequence[Message]:
 def _prompt_text(row: Row, tokenizer: Tokenizer, config: DataConfig, bridge: Bridge) -> str:
     system = config.system_prompt
     if not row.messages:
-        return tokenizer.render_prompt(row.problem, config.prompt_template, system)
+        return tokenizer.render_prompt(row.problem, config.prompt_template, system, row.tools)
     try:
         for message in row.messages:
             if "tool_calls" in message:
                 bridge.said(message)  # raises for a template that ignores them
-        return tokenizer.render_turns(row.messages, system)
+        return tokenizer.render_turns(row.messages, system, row.tools)
     except DataError as error:  # many templates refuse some orders of turns
         raise DataError(f"{row.row_id}: {error}") from error
 
@@ -283,7 +288,7 @@ def _encode_golden(
     parts_of: list[list[tuple[Sequence[int], str]]] = []
     for row, prompt_text in zip(rows, prompt_texts, strict=True):
         turns = _golden_turns(row)
-        if not turns and _source_of(row) not in without:
+        if not turns and row.source not in without:
             raise DataError(
                 f"{row.row_id}: no golden solution, which sft and mixture.lambda > 0 train on; "
                 "set data.train.columns.solution, or mixture.lambda=0; with mixture.lambda, rows "
@@ -296,7 +301,7 @@ def _encode_golden(
                 "sft and with mixture.lambda=0"
             )
         try:
-            parts_of.append(_golden_parts(turns, prompt_text, tokenizer, bridge))
+            parts_of.append(_golden_parts(turns, prompt_text, tokenizer, bridge, row.tools))
         except DataError as error:
             raise DataError(f"{row.row_id}: {error}") from error
     said = iter(tokenizer.encode_many([text for parts in parts_of for _, text in parts]))
@@ -316,10 +321,6 @@ def _sources_without_golden(config: DataConfig) -> set[str]:
     return {source_name(each) for each in config.sources if each.columns.solution is None}
 
 
-def _source_of(row: Row) -> str:
-    return row.row_id.rpartition(":")[0]
-
-
 def _golden_turns(row: Row) -> tuple[Message, ...]:
     if row.golden_turns or not row.solution:
         return row.golden_turns
@@ -327,7 +328,11 @@ def _golden_turns(row: Row) -> tuple[Message, ...]:
 
 
 def _golden_parts(
-    turns: Sequence[Message], prompt_text: str, tokenizer: Tokenizer, bridge: Bridge
+    turns: Sequence[Message],
+    prompt_text: str,
+    tokenizer: Tokenizer,
+    bridge: Bridge,
+    tools: Sequence[Tool],
 ) -> list[tuple[Sequence[int], str]]:
     """For each turn of the assistant, the ids of what it observes before it, and its text. A
     student that sampled these texts would observe the same.
@@ -337,9 +342,9 @@ def _golden_parts(
     for of_assistant, group in groupby(turns, lambda turn: turn["role"] == "assistant"):
         if of_assistant:
             (turn,) = group
-            parts.append((observed, tokenizer.response_text(bridge.said(turn), prompt_text)))
+            parts.append((observed, golden_response(bridge.said(turn), prompt_text)))
         else:
-            between = bridge.append(list(group), tokenizer.stop_token_ids[0])
+            between = bridge.append(list(group), tokenizer.stop_token_ids[0], tools)
             observed, prompt_text = between.token_ids, between.text
     return parts
 
@@ -352,23 +357,23 @@ def _refuse_empty(row: Row, prompt: Sequence[int]) -> None:
         )
 
 
-def _refuse_unnamed_tools(
-    row: Row, tokenizer: Tokenizer, config: DataConfig, bridge: Bridge
-) -> None:
-    """Refuse a row with tools that the start of its prompt does not name: the chat template is not
-    given them. An environment may replace the prompt.
-    """
-    if not row.tools or row.environment is not None:
-        return
+def _without_written_tools(row: Row, system: str | None) -> Row:
+    """The row without tools whose schemas its system message has already."""
+    if not row.tools:
+        return row
+    first = row.messages[0] if row.messages else {"role": "user"}
+    text = first["content"] if first["role"] == "system" else system
+    return replace(row, tools=()) if holds_schemas(text or "", row.tools) else row
+
+
+def _start_text(
+    row: Row, text: str, tokenizer: Tokenizer, config: DataConfig, bridge: Bridge
+) -> str:
+    """The row's prompt before the first turn of the assistant; `text` is the whole."""
     first = tuple(takewhile(lambda turn: turn["role"] != "assistant", row.messages))
-    text = _prompt_text(replace(row, messages=first), tokenizer, config, bridge)
-    unnamed = [x for x in row.tools if not re.search(rf"(?<!\w){re.escape(x)}(?!\w)", text)]
-    if unnamed:
-        raise DataError(
-            f"{row.row_id}: its prompt does not name the tools {', '.join(unnamed)!s:.80} of its "
-            "column tools or functions, which the chat template is not given; write the tools into "
-            "the row's system message in the template's form, or remove or rename the column"
-        )
+    if len(first) == len(row.messages):
+        return text
+    return _prompt_text(replace(row, messages=first), tokenizer, config, bridge)
 
 
 def _refuse_control_tokens(row: Row, tokenizer: Tokenizer, golden: str) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stable_opd_mcore.data.messages import Message
+from stable_opd_mcore.data.tool_schemas import Tool
 from stable_opd_mcore.records import AnswerFormat
 
 
@@ -24,6 +25,11 @@ class Row:
     # Columns by name, where something reads them: teacher.prompt, a user's reward or environment
     # (all of them)
     columns: Mapping[str, Any] | None = None
-    tools: tuple[str, ...] = ()  # names of the functions in columns `tools` and `functions`
+    tools: tuple[Tool, ...] = ()  # the functions in columns `tools` and `functions`
     environment: str | None = None  # see Prompt
     max_new_tokens: int | None = None  # see Prompt
+
+    @property
+    def source(self) -> str:
+        """The name of its source."""
+        return self.row_id.rpartition(":")[0]

@@ -18,9 +18,10 @@ from typing import Any
 
 from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig, TrainSource
 from stable_opd_mcore.data.dataset_folders import STATE, read_dataset, with_shortest_floats
-from stable_opd_mcore.data.messages import parse_messages, tool_names
+from stable_opd_mcore.data.messages import parse_messages
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, SYNTHETIC, arithmetic_rows
+from stable_opd_mcore.data.tool_schemas import parse_tools
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.hub import COMMIT, is_hub_id
 from stable_opd_mcore.host.json_files import object_in_line
@@ -164,7 +165,7 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
     has_column = columns.solution is not None and not _is_absent(record, columns.solution)
     if solution is None and columns.solution is not None and has_column and not golden:
         solution = _text(record, columns.solution, place, "solution")
-    tools = tool_names([record.get("tools"), record.get("functions")])
+    tools = parse_tools([record.get("tools"), record.get("functions")])
     texts = (problem, answer, solution)
     return Row(row_id, *texts, messages=messages, golden_turns=golden, tools=tools)
 
@@ -308,11 +309,13 @@ def _read_parquet(
 
 
 def _own(record: Record) -> dict[str, Any]:
-    """A record of a table without what Arrow adds to tool calls: each one's arguments have the
-    names of all others' as null."""
+    """A record of a table without what Arrow adds to tools and tool calls: each one's arguments
+    have the names of all others' as null."""
     own = dict(record)
     for column, value in record.items():
-        if isinstance(value, list):
+        if column in ("tools", "functions"):
+            own[column] = _without_nulls(value)
+        elif isinstance(value, list):
             own[column] = [
                 {**each, "tool_calls": _without_nulls(each["tool_calls"])}
                 if isinstance(each, dict) and "tool_calls" in each

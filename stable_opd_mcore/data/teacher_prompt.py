@@ -12,6 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.data.tool_schemas import refuse_unnamed
 from stable_opd_mcore.errors import ConfigError, DataError
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -51,7 +52,8 @@ class TeacherPrompt:
         """The prompt of a row whose `columns` are those that the template reads.
 
         Raises:
-            DataError: the template fails, or the message contains a control token.
+            DataError: the template fails, the message contains a control token, or the prompt
+                does not name the row's tools.
         """
         try:
             message = self._template.render(row.columns or {})
@@ -66,7 +68,9 @@ class TeacherPrompt:
                 f"{row.row_id}: the message of teacher.prompt contains {found!r:.80}, a control "
                 f"token of {self._tokenizer.path} or half a character; fix or drop the row"
             )
-        return self._tokenizer.render_prompt(message, system=self._system)
+        text = self._tokenizer.render_prompt(message, system=self._system, tools=row.tools)
+        refuse_unnamed(row.tools, text, f"{row.row_id}: teacher.prompt", self._tokenizer.path)
+        return text
 
     def encode(self, rows: Sequence[Row]) -> list[list[int]]:
         """The token ids of each row's prompt; raises what `text` raises."""

@@ -5,13 +5,14 @@
 
 import logging
 
-from jinja2 import TemplateError, meta
+from jinja2 import TemplateError, meta, nodes
 
+from stable_opd_mcore.data.tool_schemas import Tool, parse_tools
 from stable_opd_mcore.errors import DataError
 
 _LOG = logging.getLogger(__name__)
 # What the renderer itself gives to a template, in addition to its global functions.
-_OF_THE_RENDERER = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_OF_THE_RENDERER = frozenset({"messages", "add_generation_prompt"})
 
 
 def template_variables(template: str) -> frozenset[str]:
@@ -21,7 +22,15 @@ def template_variables(template: str) -> frozenset[str]:
 
     try:
         environment = _compile_jinja_template(template).environment  # the one that renders it
-        names = meta.find_undeclared_variables(environment.parse(template))
+        tree = environment.parse(template)
+        # What is set in a loop is unknown outside it, so it is no argument.
+        of_loops = {
+            name.name
+            for loop in tree.find_all(nodes.For)
+            for name in loop.find_all(nodes.Name)
+            if name.ctx == "store"
+        }
+        names = meta.find_undeclared_variables(tree) - of_loops
     except TemplateError as error:
         raise DataError(f"a chat template is not valid Jinja; correct it: {error}") from error
     return frozenset(
@@ -51,6 +60,19 @@ def refuse_unread(arguments: dict[str, object], template: str | None, path: str)
             f"{path}: its chat template never reads {', '.join(unread)} of chat_template_kwargs; "
             f"it reads {', '.join(sorted(read)) or 'no argument'}; drop the others"
         )
+
+
+def given_tools(value: object, path: str) -> tuple[Tool, ...]:
+    """`tools` of chat_template_kwargs; a DataError where one is not in OpenAI's form."""
+    tools = parse_tools(value)
+    given = value if isinstance(value, list | tuple) else [value]
+    if len(tools) != len(given) and value is not None:
+        raise DataError(
+            f"{path}: tools of chat_template_kwargs is {value!s:.80}; expected a list of functions "
+            "in OpenAI's form: write {type: function, function: {name: ..., parameters: ...}} for "
+            "each"
+        )
+    return tools
 
 
 def warn_of_clock(template: str | None, path: str) -> None:

@@ -141,6 +141,23 @@ def test_a_long_episode_reads_all_that_was_sampled_or_the_templates_history(
             assert rendered == appended
 
 
+def test_tools_are_rendered_and_repeated_where_the_template_repeats_them(tmp_path):
+    """Mistral's writes them before the last message of the user, Qwen's at the start."""
+    again = "{% if tools and loop.last %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    template = TEMPLATE.replace("<|im_start|>{{", f"{again}<|im_start|>{{{{")
+    late, early = Tokenizer.load(write_model(tmp_path, template=template)), real_tokenizer(QWEN25)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    turns = [ASK, {"role": "assistant", "content": "2"}, {"role": "user", "content": "So?"}]
+    for tokenizer, num_after in ((late, 1), (early, 0)):
+        bridge = Bridge(tokenizer)
+        observed = bridge.append(turns[2:], tokenizer.turn_end_id, [tool])
+        assert observed.text.count('"name": "add"') == num_after
+        whole = bridge.render(turns, (), [tool])
+        assert whole.text == tokenizer.render_turns(turns, tools=[tool])
+        assert whole.text.count('"name": "add"') == 1
+        assert '"add"' not in bridge.render(turns, ()).text
+
+
 @KINDS
 def test_foreign_text_never_ends_its_message(name, kwargs, role, written):
     tokenizer = real_tokenizer(name, **kwargs)

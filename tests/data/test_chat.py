@@ -5,7 +5,8 @@ import json
 import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from stable_opd_mcore.data.chat import Tokenizer, opens_thinking, stop_sources
+from stable_opd_mcore.data.chat import Tokenizer, stop_sources
+from stable_opd_mcore.data.thoughts import golden_response, opens_thinking
 from stable_opd_mcore.errors import DataError
 from tests.checks.directories import TEMPLATE, write_model
 from tests.real_data import real_data
@@ -177,7 +178,7 @@ def test_a_golden_thought_is_kept_with_a_template_that_deletes_thoughts(r1):
     golden = "<think>\nOne and one.\n</think>\n\n\\boxed{2}"
     prompt = r1.render_prompt("1+1?")
     assert prompt.endswith("<\uff5cAssistant\uff5c>")
-    assert r1.response_text(golden, prompt) == golden
+    assert golden_response(golden, prompt) == golden
     assert r1.encode(golden)[0] == 151648
 
 
@@ -191,8 +192,8 @@ def test_a_thought_opened_by_the_prompt_is_closed_once(qwen):
     assert not opens_thinking(qwen.render_prompt("1+1?"))
     golden = "<think>\nEasy.\n</think>\n\n2"
     for solution in (golden, golden.removeprefix("<think>\n")):
-        assert thinking.response_text(solution, prompt) == "Easy.\n</think>\n\n2"
-    assert thinking.response_text("It is 2.", prompt) == "\n</think>\n\nIt is 2."
+        assert golden_response(solution, prompt) == "Easy.\n</think>\n\n2"
+    assert golden_response("It is 2.", prompt) == "\n</think>\n\nIt is 2."
     assert thinking.turn_end_id == 151645
 
 

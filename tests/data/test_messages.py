@@ -15,6 +15,8 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.samples import golden_samples
 from stable_opd_mcore.data.sources import load_rows
+from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
+from stable_opd_mcore.data.thoughts import golden_response
 from stable_opd_mcore.errors import DataError
 from tests.data.real_tokenizers import MATH, QWEN3, QWEN25, R1, THINKING, real_tokenizer
 from tests.real_data import real_data
@@ -138,35 +140,54 @@ def test_golden_turns_answer_a_user_or_a_tool(tmp_path, messages, message):
 
 
 WEATHER = {"name": "get_weather", "parameters": {"type": "object"}}
-OPENAI_S = {"type": "function", "function": {"name": "get_weather"}}
+BARE = {"type": "function", "function": {"name": "get_weather"}}
 NAMED = {"role": "system", "content": 'Tools: [{"name": "get_weather"}]'}
+POLICY = {"role": "system", "content": "Prefer get_weather."}
+FRAMED = {"type": "function", "function": WEATHER}
 
 
 @pytest.mark.parametrize(
-    ("columns", "turns", "is_refused"),
+    ("columns", "turns", "schema"),  # what the template writes; None: nothing
     [
-        ({"tools": [OPENAI_S]}, [ASK], True),
-        ({"tools": json.dumps([OPENAI_S])}, [ASK], True),
-        ({"functions": [WEATHER]}, [ASK], True),
-        ({"tools": [WEATHER]}, None, True),
-        ({"tools": [OPENAI_S]}, [ASK, {**CALL, "content": "get_weather"}, TOOL], True),
-        ({"tools": [OPENAI_S]}, [NAMED, ASK], False),
-        ({"tools": []}, [ASK], False),
-        ({"tools": ["saw"], "functions": "f(x) = 2"}, [ASK], False),
-        ({"tools": "[", "functions": [{"name": "f", "code": "..."}, None]}, None, False),
+        ({"tools": [BARE]}, [ASK], BARE),
+        ({"tools": json.dumps([BARE])}, [ASK], BARE),
+        ({"functions": [WEATHER]}, [ASK], FRAMED),
+        ({"tools": [WEATHER]}, None, FRAMED),
+        ({"tools": [FRAMED]}, [ASK, {**CALL, "content": "get_weather"}, TOOL], FRAMED),
+        ({"tools": [BARE]}, [POLICY, ASK], BARE),
+        ({"tools": [BARE]}, [NAMED, ASK], None),
+        ({"tools": []}, [ASK], None),
+        ({"tools": ["saw"], "functions": "f(x) = 2"}, [ASK], None),
+        ({"tools": "[", "functions": [{"name": "f", "code": "..."}, None]}, None, None),
     ],
 )
-def test_tools_that_the_prompt_does_not_name_are_refused(tmp_path, columns, turns, is_refused):
-    record = {"problem": "1+1?", "messages": turns, **columns}
+def test_tools_of_a_column_are_written_by_the_template_or_refused(tmp_path, columns, turns, schema):
+    record = {"problem": "1+1?", "messages": turns, "level": 3, **columns}
     (tmp_path / "m.jsonl").write_text(json.dumps(record))
     names = ColumnsConfig(messages=turns and "messages", answer=None)
-    rows = load_rows(SourceConfig(path=str(tmp_path / "m.jsonl"), columns=names))
-    tokenizer, config = real_tokenizer(QWEN25), DataConfig(train=SourceConfig(path="x"))
-    if is_refused:
-        with pytest.raises(DataError, match=r"m\.jsonl:1: its prompt does not name .* get_weather"):
-            PromptSet(rows, tokenizer, config, window=300, max_new_tokens=9)
-        rows = [replace(rows[0], environment="of the run")]
-    assert len(PromptSet(rows, tokenizer, config, window=300, max_new_tokens=9)) == 1
+    source = SourceConfig(path=str(tmp_path / "m.jsonl"), columns=names)
+    rows, config = load_rows(source, required=("level",)), DataConfig(train=source)
+
+    def prompts_of(name, own="Level {{ level }}"):
+        tokenizer = real_tokenizer(name)
+        teacher = TeacherPrompt(own, tokenizer, None, None) if own else None
+        sizes = {"window": 900, "max_new_tokens": 9}
+        (prompt,) = PromptSet(rows, tokenizer, config, teacher=teacher, **sizes)
+        both = prompt.token_ids, prompt.teacher_token_ids
+        return ["".join(tokenizer.pieces(token_ids)) for token_ids in both if token_ids]
+
+    for text in prompts_of(QWEN25):
+        assert text.count(f"\n{json.dumps(schema)}\n") == (schema is not None)
+    if schema is None:
+        assert "# Tools" not in "".join(prompts_of(R1))
+    if schema is None or turns == [POLICY, ASK] or (turns and turns[1:]):
+        return
+    with pytest.raises(DataError, match=r"m\.jsonl:1: its prompt does not name .* get_weather"):
+        prompts_of(R1, own=None)
+    with pytest.raises(DataError, match=r"m\.jsonl:1: teacher.prompt: its prompt does not name"):
+        prompts_of(R1)
+    rows = [replace(row, environment="of the run") for row in rows]  # which may name them
+    assert prompts_of(R1, own=None)
 
 
 def golden_set(path, tokenizer, *turns, golden="required", golden_turns="last"):
@@ -218,7 +239,7 @@ def test_all_golden_turns_are_what_a_rollout_of_the_same_texts_would_be(tmp_path
             if new:
                 observed = bridge.append(new, context[-1])
                 context, text, new = [*context, *observed.token_ids], observed.text, []
-            said = tokenizer.response_text(said_of(turn), text)
+            said = golden_response(said_of(turn), text)
             sampled = [*tokenizer.encode(said), tokenizer.stop_token_ids[0]]
             places += range(len(context), len(context) + len(sampled))
             context += sampled

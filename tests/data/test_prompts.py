@@ -39,12 +39,8 @@ class ThinkingTokenizer:
 
     stop_token_ids = (0,)
 
-    def render_prompt(self, problem, template, system):
+    def render_prompt(self, problem, template, system, tools):
         return f"{system}: {template.format(problem=problem)}<think>"
-
-    def response_text(self, solution, prompt_text):
-        assert prompt_text.endswith("<think>")
-        return solution
 
     def control_token_in(self, text):
         return None
@@ -60,7 +56,7 @@ def test_prompts_hold_the_system_prompt_and_know_that_they_open_a_thought():
         ROWS[:1], tokenizer, config, window=64, max_new_tokens=9, golden="required"
     )
     assert "".join(map(chr, prompt.token_ids)) == "Add: 1+1?<think>"
-    assert "".join(map(chr, prompt.golden_token_ids)) == "1+1=2;[2]\0"
+    assert "".join(map(chr, prompt.golden_token_ids)) == "\n</think>\n\n1+1=2;[2]\0"
     assert prompt.opens_thinking is True
 
 
@@ -175,11 +171,8 @@ def test_lengths_that_just_fit_are_kept():
 
 def test_a_template_that_renders_to_nothing_is_refused():
     class Silent(ThinkingTokenizer):
-        def render_prompt(self, problem, template, system):
+        def render_prompt(self, problem, template, system, tools):
             return ""
-
-        def response_text(self, solution, prompt_text):
-            return solution
 
     with pytest.raises(DataError, match="s:1: the chat template renders its prompt to no tokens"):
         PromptSet(ROWS[:1], Silent(), data_config(), window=64, max_new_tokens=9)

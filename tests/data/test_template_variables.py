@@ -29,6 +29,14 @@ def test_variables_are_what_a_template_reads_and_nobody_else_gives():
         template_variables("{% if %}")
 
 
+def test_what_a_template_sets_in_a_loop_is_no_argument():
+    assert template_variables(
+        "{% for m in messages %}{% if m.content %}{% set content = m.content %}{% endif %}"
+        "{{ content }}{% endfor %}{% if not dated %}{% set dated = 1 %}{% endif %}{{ dated }}"
+        "{% if tools %}{{ tools }}{{ documents }}{% endif %}"
+    ) == {"dated", "tools", "documents"}
+
+
 def test_an_argument_that_is_never_read_is_refused_with_those_that_are():
     refuse_unread({}, None, "model")
     refuse_unread({"a": 1}, "{{ a }}", "model")
@@ -62,7 +70,23 @@ def test_thinking_is_switched_off_for_training_and_on_for_evaluation(qwen3):
     assert on.endswith("<|im_start|>assistant\n")
     assert student.render_prompt("1+1?") == off
     assert student.stop_token_ids == Tokenizer.load(qwen3).stop_token_ids
-    with pytest.raises(DataError, match=r"never reads thinking .* it reads .*enable_thinking"):
+    with pytest.raises(DataError, match=r"never reads thinking .* reads enable_thinking, tools;"):
         student.with_template_kwargs({"thinking": False})
     with pytest.raises(DataError, match="never reads thinking"):
         Tokenizer.load(qwen3, template_kwargs={"thinking": False})
+
+
+def test_tools_of_the_arguments_are_those_of_prompts_without_any(qwen3):
+    own, others = ({"type": "function", "function": {"name": name}} for name in ("add", "mul"))
+    student = Tokenizer.load(qwen3, template_kwargs={"tools": [own]})
+    assert f"\n{json.dumps(own)}\n" in student.render_prompt("1+1?")
+    assert student.render_prompt("1+1?", tools=[others]).count("function") == (
+        student.render_prompt("1+1?").count("function")
+    )
+    assert '"add"' not in student.render_prompt("1+1?", tools=[others])
+    assert student.with_template_kwargs({}).render_prompt("1+1?") == (
+        Tokenizer.load(qwen3).render_prompt("1+1?")
+    )
+    for wrong in ("add", {"name": "add"}, [own, "mul"], [{"function": {"name": 1}}]):
+        with pytest.raises(DataError, match=r"tools of chat_template_kwargs is .* write \{type: f"):
+            Tokenizer.load(qwen3, template_kwargs={"tools": wrong})

@@ -11,6 +11,7 @@ from stable_opd_mcore.config.environments import EnvironmentConfig
 from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.samples import golden_samples, rollout_samples
+from stable_opd_mcore.data.thoughts import golden_response
 from stable_opd_mcore.metrics import Sum
 from stable_opd_mcore.records import FinishReason, Prompt, Sampling
 from stable_opd_mcore.rollout.environments import EnvironmentPool
@@ -108,7 +109,7 @@ def test_a_golden_transcript_is_the_rollout_of_its_texts(name, interact, tmp_pat
         episode = Episode.begin(played, 0, 0)
         for turn in turns[1::2]:
             episode = followed(interaction, episode)
-            text = tokenizer.response_text(said_of(turn), tokenizer.decode(episode.context))
+            text = golden_response(said_of(turn), tokenizer.decode(episode.context))
             episode = said(episode, tokenizer, text)
         (sampled,) = rollout_samples([episode.rollout()])
         assert golden.token_ids.tolist() == sampled.token_ids.tolist()
