@@ -192,7 +192,8 @@ class Interaction:
             conversation = with_system(messages, self.system_prompt)
             seen = replace(bridge.render(conversation, ()), restarts=True)
         elif settings.history == "append":
-            seen = bridge.append(messages, int(episode.context[-1]))
+            context = episode.context.tolist()
+            seen = bridge.append(messages, context[-1]).after(context)
         else:
             said: Message = {"role": "assistant", "content": episode.turns[-1].text}
             conversation = [*episode.conversation, said, *messages]
