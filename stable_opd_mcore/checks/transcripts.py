@@ -82,7 +82,8 @@ def failing_environments(inputs: RunInputs) -> Iterator[Finding]:
 def two_ends(inputs: RunInputs) -> Iterator[Finding]:
     """A template that ends a turn in a history with another token than the student."""
     student, bridge = inputs.pair.student, Bridge(inputs.tokenizer)
-    if any(played.history == "append" for played in _played(inputs)):
+    appends = any(played.history == "append" for played in _played(inputs))
+    if appends and bridge.refusal("user") is None:
         end, own = bridge.turn_end, student.stop_ids[0]
         if end != own:
             named = {"own": student.named(own), "of_history": student.named(end)}

@@ -165,7 +165,8 @@ class Interaction:
             length += len(asked.episode.context)
         if length < self.window:
             return observation
-        if observation.restarts:  # no turn of the student is the cause
+        is_new = step.observed is not None and not asked.episode.turns
+        if step.restarts or is_new:  # no turn of the student is the cause
             self.first_failure = self.first_failure or (
                 f"what it yielded as a new context has {length} tokens, and the student reads "
                 f"{self.window}"

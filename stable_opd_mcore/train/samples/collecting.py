@@ -131,7 +131,7 @@ def _refuse(
         remedy = ", give these rows the columns that it reads, or set data.eval=null"
         raise UserError(
             f"{len(rows)} of {sum(counts)} episodes{which} failed in their environment, that of "
-            f"row {rows[0]} among them; the first reason: {reason}; correct it"
+            f"row {rows[0]} among them; the first one: {reason}; correct it"
             f"{remedy if held_out else ''}, and start the command again"
         )
     for found in filter(None, problems):
