@@ -1,18 +1,28 @@
 """Which ids end a response, and the files that say so."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.json_files import read_json_object
 
-if TYPE_CHECKING:
-    from stable_opd_mcore.data.chat import Tokenizer
-
 GENERATION = "generation_config.json"
+
+
+class Tokenizer(Protocol):
+    """What is read of a tokenizer (chat.py)."""
+
+    path: str
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def turn_end_id(self) -> int | None: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
 
 
 def resolve_stop_ids(
