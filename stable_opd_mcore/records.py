@@ -85,7 +85,7 @@ class Prompt:
     answer: str | None = None  # gold final answer; None: responses are not graded
     golden_token_ids: tuple[int, ...] | None = None  # golden response, its stop token included
     answer_format: AnswerFormat = "boxed"  # how a response states its final answer
-    opens_thinking: bool = False  # the prompt ends inside <think>, and the response must close it
+    opens_thinking: bool = False  # the prompt ends inside a thought, which a response must end
     # The row as its source has it, where something reads its columns (data/rows.py)
     columns: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     # `teacher.prompt` of the row; None: the teacher reads token_ids. Not in files of rollouts.

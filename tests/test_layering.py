@@ -29,7 +29,6 @@ ROWS = {
     "parallel": 2,
     "serving": 2,  # processes and HTTP; knows neither models nor weights
     "config": 1,
-    "endings": 0,
     "records": 1,
     "sample_facts": 1,
     "metrics": 1,

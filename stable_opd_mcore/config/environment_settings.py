@@ -28,8 +28,9 @@ class EnvironmentConfig(Section):
     horizon_steps: PositiveInt | None = None
     """With `horizon_start`: steps until episodes may have `max_turns`."""
     history: Literal["append", "template"] = "append"
-    """What the student reads of its earlier turns. `append`: exactly what it sampled. `template`:
-    what the chat template makes of them, which for some models leaves their thoughts out."""
+    """What the student reads of its earlier turns. `append`: exactly what it sampled, except that
+    the chat template's token ends each turn. `template`: what the chat template makes of them,
+    which for some models leaves their thoughts out."""
     workers: PositiveInt = 4
     """Processes that play the episodes of a data-parallel rank; each holds many."""
     timeout_seconds: float = Field(default=60.0, gt=0)

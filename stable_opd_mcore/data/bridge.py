@@ -2,7 +2,9 @@
 
 What the student sampled is never decoded and encoded again. The text after it is cut from a
 rendering of the new messages after a turn whose text is a mark. It is encoded on its own, which
-changes no token: it begins with an added token, and a tokenizer always splits there. So `append`
+changes no token: it begins with an added token, and a tokenizer always splits there. Where the
+template ends a turn with another token than the student (gpt-oss's does), the turns after it read
+the template's. So `append`
 keeps all that the student said, even what the template would delete from earlier turns (thoughts,
 in R1 and Qwen3). `render` renders the whole history again, as a server does, and says whether the
 result extends what the student has read and sampled.
@@ -11,13 +13,17 @@ result extends what the student has read and sampled.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from os.path import commonprefix
+from typing import Any
 
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.messages import Message
+from stable_opd_mcore.data.messages import THOUGHT, Message
+from stable_opd_mcore.data.shortening import shortened
+from stable_opd_mcore.data.thoughts import CHANNEL
 from stable_opd_mcore.data.tool_schemas import Tool
 from stable_opd_mcore.errors import DataError
 
@@ -41,6 +47,13 @@ class Observed:
     # With environment.history=template: the messages that the context renders now
     conversation: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()  # that its contexts name from now on
+    replaces_end: bool = False  # token_ids begin with the end of the turn, in place of another one
+
+    def after(self, context_ids: Sequence[int]) -> Observed:
+        """What follows `context_ids`: a new context where another token ends its last turn."""
+        if not self.replaces_end:
+            return self
+        return replace(self, token_ids=(*context_ids[:-1], *self.token_ids), restarts=True)
 
 
 class Bridge:
@@ -49,15 +62,21 @@ class Bridge:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._refusals: dict[str, str | None] = {}
+        self._after_calls = False  # tool messages follow only a turn that calls them
         self._written: set[tuple[str, ...]] = set()  # roles of conversations that lose no message
 
     def append(
-        self, messages: Sequence[Message], last_token: int, tools: Sequence[Tool] = ()
+        self,
+        messages: Sequence[Message],
+        last_token: int,
+        tools: Sequence[Tool] = (),
+        said: Message = _SAID,
     ) -> Observed:
         """The end of a turn whose last token is `last_token`, the messages after it, and the
         generation prompt. If the student sampled the turn's end itself, it is not repeated.
 
         tools: of the prompt, which some templates write again before the last message (Mistral's).
+        said: the turn, of which only the calls count: templates may write them again in a reply.
 
         Raises:
             DataError: a role that `refusal` names, or a template that fails on these messages.
@@ -66,12 +85,16 @@ class Bridge:
             if reason := self.refusal(message["role"]):
                 raise DataError(reason)
         cleaned, _ = self.neutralised(messages)
-        self._require_written([_USER, _SAID, *cleaned])
-        text = self._after_mark([_USER], cleaned, tools=tools)
+        calls = self._calls(cleaned, said.get("tool_calls"))
+        if calls and not said.get("tool_calls"):
+            self._require_names(cleaned, calls)
+        self._require_written([_USER, {**_SAID, **calls}, *cleaned])
+        text = self._after_turn([_USER], cleaned, tools, calls)
         ids = tuple(self._tokenizer.encode(text))
         end = next(place for place, token in enumerate(ids) if token in self._tokenizer.added_ids)
-        added = ids[end + 1 :] if ids[end] == last_token else ids
-        return Observed(added, text)
+        if ids[end] == last_token:
+            return Observed(ids[end + 1 :], text)
+        return Observed(ids, text, replaces_end=last_token in self._tokenizer.stop_token_ids)
 
     def render(
         self,
@@ -95,7 +118,14 @@ class Bridge:
 
     def between(self, role: str) -> str:
         """What `append` writes for a message of this role whose text is "..."."""
-        return self._after_mark([_USER], [{"role": role, "content": "..."}])
+        new: list[Message] = [{"role": role, "content": "..."}]
+        return self._after_turn([_USER], new, calls=self._calls(new))
+
+    @property
+    def turn_end(self) -> int:
+        """The token that the template writes at the end of a turn that the user answers."""
+        ids = self._tokenizer.encode(self.between("user"))
+        return next(token for token in ids if token in self._tokenizer.added_ids)
 
     def difference(self, of_teacher: Bridge, role: str) -> tuple[str, str] | None:
         """What this template and the teacher's write for a message of this role; None: the same."""
@@ -104,22 +134,44 @@ class Bridge:
         return None if own == other else (own, other)
 
     def said(self, turn: Message) -> str:
-        """An assistant's text, then its tool calls as the chat template writes them.
+        """An assistant's turn as the student would sample it: its thought, its text, and its tool
+        calls as the chat template writes them.
 
         Raises:
             DataError: the template does not write tool calls after a text, or their arguments as
                 Python does.
         """
-        text, calls = turn["content"] or "", turn.get("tool_calls")
-        if not calls:
+        text, thought, calls = turn["content"] or "", turn.get(THOUGHT), turn.get("tool_calls")
+        if self._has_channels and CHANNEL in text:
             return text
+        if (thought or self._has_channels) and (whole := self._whole(turn)) is not None:
+            self._refuse_python(calls or (), whole)
+            return whole
+        if thought:
+            text = self._tokenizer.form.in_marks(thought, text)
+        return self._with_calls(text, calls) if calls else text
+
+    def _with_calls(self, text: str, calls: Sequence[Mapping[str, Any]]) -> str:
+        """A text, and after it the calls as the chat template writes them."""
         end = self._after_mark([_USER], [_USER])
-        written = self._after_mark([_USER], [_USER], tool_calls=calls)
+        try:
+            written = self._after_mark([_USER], [_USER], tool_calls=calls)
+        except DataError:  # some templates write no text with calls (Mistral's)
+            whole = self._whole({"role": "assistant", "content": None, "tool_calls": calls})
+            if whole is None or text:
+                raise
+            written = whole + end
         if written == end or not written.endswith(end):
             raise DataError(
                 f"{self._tokenizer.path}: its chat template does not write tool calls after a "
                 "text; write them into the content of the message"
             )
+        self._refuse_python(calls, written)
+        written = written.removesuffix(end)
+        return text + written if text else written.lstrip("\n")
+
+    def _refuse_python(self, calls: Sequence[Mapping[str, Any]], written: str) -> None:
+        """Refuse a template that writes the arguments of these calls as Python does."""
         for given in (call["function"]["arguments"] for call in calls):
             if str(given) in written and str(given) != json.dumps(given, ensure_ascii=False):
                 raise DataError(
@@ -127,8 +179,38 @@ class Bridge:
                     f"call as Python does, {given!s:.60}; expected JSON: let the template use "
                     "tojson, or write the calls into the content of the message"
                 )
-        written = written.removesuffix(end)
-        return text + written if text else written.lstrip("\n")
+
+    @cached_property
+    def _has_channels(self) -> bool:
+        """Whether the template names the channel of an answer, as gpt-oss's does."""
+        if not self._tokenizer.has_template:
+            return False
+        prompt = self._tokenizer.render([_USER], generation_prompt=True)
+        whole = self._tokenizer.render([_USER, {"role": "assistant", "content": _MARK}])
+        return whole.startswith(prompt) and CHANNEL in whole[len(prompt) :].partition(_MARK)[0]
+
+    def _whole(self, turn: Message) -> str | None:
+        """What the template writes for an assistant's turn after a prompt, without its end; None
+        where it does not begin with a prompt, or lacks a part of the turn."""
+        if not self._tokenizer.has_template:
+            return None
+        prompt = self._tokenizer.render([_USER], generation_prompt=True)
+        whole = self._tokenizer.render([_USER, turn])
+        said = whole[len(prompt) :]
+        said = said[: self._first_end(said)]
+        names = (call["function"]["name"] for call in turn.get("tool_calls") or ())
+        thought, text = turn.get(THOUGHT) or "", turn["content"] or ""
+        kept = text in said.partition(thought)[2] if thought else text in said
+        if whole.startswith(prompt) and kept and thought in said and all(n in said for n in names):
+            return said
+        return None
+
+    def _first_end(self, text: str) -> int | None:
+        """The place of the first token that ends a response; None without one."""
+        own = (self._tokenizer.turn_end_id, *self._tokenizer.stop_token_ids)
+        names = (self._tokenizer.names_by_id.get(token, "") for token in own if token is not None)
+        places = (text.find(name) for name in names if name)
+        return min((place for place in places if place >= 0), default=None)
 
     def refusal(self, role: str) -> str | None:
         """Why messages of this role cannot follow a turn of the student; None if they can."""
@@ -137,11 +219,7 @@ class Bridge:
         return self._refusals[role]
 
     def _find_refusal(self, role: str) -> str | None:
-        try:
-            reason = self._problem(role)
-        except DataError as error:
-            reason = str(error)
-        if reason is None:
+        if (reason := self._problem(role)) is None:
             return None
         return (
             f"{self._tokenizer.path}: a {role} message cannot follow a turn of the assistant: "
@@ -149,20 +227,39 @@ class Bridge:
         )
 
     def _problem(self, role: str) -> str | None:
-        """Compare what the template writes around a message after several histories and turns."""
+        """Why such a message cannot follow a turn. Where one of a tool cannot follow a text, it is
+        tried after a turn that calls it."""
         if role not in _READ:
             return "only user and tool messages can"
         if not self._tokenizer.has_template:
             return "there is no chat template"
+        try:
+            reason = self._problem_after_turns(role)
+        except DataError as error:
+            reason = str(error)
+        if reason is None or role != "tool":
+            return reason
+        self._after_calls = True
+        with suppress(DataError):
+            if self._problem_after_turns(role) is None:
+                return None
+        self._after_calls = False
+        return reason
+
+    def _problem_after_turns(self, role: str) -> str | None:
+        """Compare what the template writes around a message after several histories and turns."""
         new: Message = {"role": role, "content": _NEW}
-        histories = [[_USER], [_USER, _SAID, new], [_USER, _SAID, new, _SAID, _USER]]
+        calls = self._calls([new])
+        said: Message = {**_SAID, "content": None, **calls} if calls else _SAID
+        histories = [[_USER], [_USER, said, new], [_USER, said, new, _SAID, _USER]]
         with suppress(DataError):  # many templates take no system message
             self._tokenizer.render([_SYSTEM, _USER])
             histories.append([_SYSTEM, _USER])
         texts = {
-            self._after_mark(history, [new], said=said + _MARK)
+            self._after_turn(history, [new], calls=calls, said=before + _MARK)
             for history in histories
-            for said in _BEFORE_MARK
+            for before in _BEFORE_MARK
+            if not (calls and history[-1]["role"] == "tool")
         }
         if len(texts) > 1:
             return "what the chat template writes for it depends on the turns before it"
@@ -222,6 +319,58 @@ class Bridge:
             )
         return after
 
+    def _calls(
+        self, new: Sequence[Message], given: Sequence[Mapping[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """`tool_calls` of the turn before these messages, where the template needs them: those
+        given, or one for each reply."""
+        replies = [message for message in new if message["role"] == "tool"]
+        if not self._after_calls or not replies:
+            return {}
+        made = [
+            {
+                **({"id": reply["tool_call_id"]} if "tool_call_id" in reply else {}),
+                "function": {"name": reply.get("name", "f"), "arguments": {}},
+            }
+            for reply in replies
+        ]
+        return {"tool_calls": list(given or made)}
+
+    def _require_names(self, new: Sequence[Message], calls: Mapping[str, Any]) -> None:
+        """Refuse replies without the name of their function where the template writes it."""
+        if all("name" in each for each in new if each["role"] == "tool"):
+            return
+        others = [{**c, "function": {**c["function"], "name": "g"}} for c in calls["tool_calls"]]
+        texts = [self._after_turn([_USER], new, calls=c) for c in ({"tool_calls": others}, calls)]
+        if texts[0] != texts[1]:
+            raise DataError(
+                f"{self._tokenizer.path}: its chat template writes the function's name before a "
+                "tool's reply; give the tool message its name, or make it a user message"
+            )
+
+    def _after_turn(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        calls: Mapping[str, Any] | None = None,
+        said: str = _MARK,
+    ) -> str:
+        """What the template writes after a turn: `_after_mark`, or what follows the end of its
+        last call, whose arguments are a mark."""
+        if not calls:
+            return self._after_mark(history, new, said=said, tools=tools)
+        *others, last = calls["tool_calls"]
+        marked = {**last, "function": {**last["function"], "arguments": {"x": _MARK}}}
+        turn = {"role": "assistant", "content": None, "tool_calls": [*others, marked]}
+        text = self._tokenizer.render([*history, turn, *new], generation_prompt=True, tools=tools)
+        after = text.partition(_MARK)[2]
+        if (end := self._first_end(after)) is None:
+            raise DataError(
+                f"{self._tokenizer.path}: its chat template does not write the end of a tool call"
+            )
+        return after[end:]
+
     def neutralised(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
         """The messages without control tokens in foreign text, and how many were there."""
         cleaned: list[Message] = []
@@ -240,30 +389,5 @@ class Bridge:
 
         The longest ones are cut to equal lengths, and a mark replaces the middle of each.
         """
-        ids_of = self._tokenizer.encode_many([message["content"] for message in messages])
-        if sum(map(len, ids_of)) <= max_tokens:
-            return [*messages], 0
-        limit = _equal_limit(list(map(len, ids_of)), max_tokens)
         mark, _ = self._tokenizer.neutralised(_CUT)
-        kept = limit - len(self._tokenizer.encode(mark))
-        if kept <= 0:  # no room for the mark
-            mark, kept = "", limit
-        shorter, num_cut = [*messages], 0
-        for place, ids in enumerate(ids_of):
-            if len(ids) > limit:
-                halves = ids[: kept - kept // 2], ids[len(ids) - kept // 2 :]
-                # A cut may divide a character.
-                head, tail = (self._tokenizer.decode(half).strip("\ufffd") for half in halves)
-                shorter[place] = {**messages[place], "content": head + mark + tail}
-                num_cut += len(ids) - kept
-        return shorter, num_cut
-
-
-def _equal_limit(lengths: Sequence[int], total: int) -> int:
-    """The largest length to cut the longest ones to so that all together have at most `total`."""
-    for place, length in enumerate(sorted(lengths)):
-        share = total // (len(lengths) - place)
-        if length > share:
-            return share
-        total -= length
-    raise AssertionError("nothing has to be cut")
+        return shortened(messages, max_tokens, mark, self._tokenizer)

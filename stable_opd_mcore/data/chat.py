@@ -14,16 +14,21 @@ import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tokenizers.decoders import DecodeStream
 
 from stable_opd_mcore.data import tokenizer_backend
+from stable_opd_mcore.data.message_form import MessageForm, other_forms
 from stable_opd_mcore.data.messages import Message, with_system
+from stable_opd_mcore.data.stop_ids import GENERATION, resolve_stop_ids
 from stable_opd_mcore.data.synthetic import VOCABULARY
 from stable_opd_mcore.data.template_variables import given_tools, refuse_unread, warn_of_clock
+from stable_opd_mcore.data.thoughts import MARKS
 from stable_opd_mcore.data.tool_schemas import Tool
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.json_files import read_json_object
@@ -31,11 +36,9 @@ from stable_opd_mcore.host.json_files import read_json_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_THINK, _THINK_END = "<think>", "</think>"
 _PROMPT_MARK, _MARK = "user-turn-mark", "assistant-turn-mark"
 _TURNS = [{"role": "user", "content": _PROMPT_MARK}, {"role": "assistant", "content": _MARK}]
 _PLAIN = ": 'a' < \"b\" & \\frac{é}\n\n{{c}}."  # filters such as escape and tojson change it
-_GENERATION = "generation_config.json"
 
 
 class Tokenizer:
@@ -57,7 +60,7 @@ class Tokenizer:
         warn_of_clock(self._template, path)
         self._is_synthetic = backend.get_vocab().keys() == set(VOCABULARY)
         model_dir = Path(path) if Path(path).is_dir() else None
-        generation = Path(path) / _GENERATION
+        generation = Path(path) / GENERATION
         self._generation = read_json_object(generation) if generation.is_file() else {}
         self.stop_token_ids = resolve_stop_ids(model_dir, self, stop_token_ids)
 
@@ -94,6 +97,8 @@ class Tokenizer:
         self._template_kwargs = dict(template_kwargs)
         refuse_unread(self._template_kwargs, self._template, self.path)
         self._tools = given_tools(self._template_kwargs.pop("tools", ()), self.path)
+        names = self._backend.get_added_vocab()
+        self.form = MessageForm(self._rendered, self._template, names, self.path)
         # Conversations that the template keeps: their roles, and whether there are tools
         self._whole_turns: set[tuple[bool, tuple[str, ...]]] = set()
 
@@ -104,7 +109,7 @@ class Tokenizer:
         """
         tokenizer_backend.save_backend(self._backend, self._files, Path(directory))
         generation = self._generation | {"eos_token_id": list(self.stop_token_ids)}
-        (Path(directory) / _GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
+        (Path(directory) / GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
 
     @property
     def vocab_size(self) -> int:
@@ -174,7 +179,7 @@ class Tokenizer:
         closed = self.render(_TURNS[:1])
         prompt = self.render(_TURNS[:1], generation_prompt=True)
         header, ending = (
-            text.rpartition(_PROMPT_MARK)[2].partition(_THINK)[0].strip()
+            text.rpartition(_PROMPT_MARK)[2].partition(MARKS[0][0])[0].strip()
             for text in (opened, prompt)
         )
         is_shorter = header.startswith(ending) and prompt != closed
@@ -198,7 +203,7 @@ class Tokenizer:
             token.content
             for token_id, token in self._backend.added_tokens_decoder.items()
             if (token.special or token_id in control)
-            and token.content.strip() not in ("", _THINK, _THINK_END)
+            and token.content.strip() not in ("", *chain(*MARKS))
         ]
         return re.compile("|".join(map(re.escape, texts))) if texts else None
 
@@ -323,75 +328,32 @@ class Tokenizer:
     ) -> str:
         """Render messages and tools with a chat template, by default the tokenizer's own; without
         tools, those of its arguments. A template that fails is a DataError."""
+        taken = [self.form.taken(message) for message in messages]
         try:
-            return str(
-                self._backend.apply_chat_template(
-                    [dict(message) for message in messages],
-                    chat_template=template,
-                    tokenize=False,
-                    add_generation_prompt=generation_prompt,
-                    tools=[dict(tool) for tool in tools or self._tools] or None,
-                    **self._template_kwargs,
-                )
-            )
+            return self._rendered(taken, generation_prompt, template, tools)
         except Exception as error:  # a template is foreign code, which may raise anything
+            for form in other_forms(taken):
+                with suppress(Exception):
+                    return self._rendered(form, generation_prompt, template, tools)
             raise DataError(
                 f"{self.path}: its chat template fails on {messages!s:.300}: {error}; "
-                "correct the template"
+                "write the messages as it expects them, or correct the template"
             ) from error
 
-
-def resolve_stop_ids(
-    model_dir: str | Path | None, tokenizer: Tokenizer, override: Sequence[int] | None = None
-) -> tuple[int, ...]:
-    """Every id that ends a response; generation stops on all of them.
-
-    `override` if given. Otherwise the token that ends an assistant turn of the chat template, then
-    eos_token_id of generation_config.json, of config.json and of the tokenizer, each once. The
-    sources disagree: Qwen2.5-Math's template ends turns with 151645, its configs hold 151643.
-
-    Raises:
-        DataError: no id in any source, or an id outside the vocabulary.
-    """
-    sources = stop_sources(model_dir, tokenizer) if override is None else {"override": override}
-    ids = tuple(dict.fromkeys(token for ids in sources.values() for token in ids))
-    if not ids:
-        raise DataError(
-            f"{tokenizer.path}: no chat template and no file names a token that ends a response; "
-            "set student.stop_token_ids (for a teacher, teacher.stop_token_ids)"
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        generation_prompt: bool = False,
+        template: str | None = None,
+        tools: Sequence[Tool] = (),
+    ) -> str:
+        """Messages by a chat template, in the form in which they are given."""
+        text = self._backend.apply_chat_template(
+            [dict(message) for message in messages],
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            tools=[dict(tool) for tool in tools or self._tools] or None,
+            **self._template_kwargs,
         )
-    outside = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
-    if outside:
-        raise DataError(
-            f"{tokenizer.path}: stop tokens {outside} are outside the vocabulary, whose ids are "
-            f"below {tokenizer.vocab_size}; correct stop_token_ids or the model's config.json"
-        )
-    return ids
-
-
-def stop_sources(model_dir: str | Path | None, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]]:
-    """The ids that each source names as the end of a response, in the order of `resolve_stop_ids`.
-
-    Raises:
-        DataError: a file that is not a JSON object, or an eos_token_id that is not an id.
-    """
-    turn_end, eos = tokenizer.turn_end_id, tokenizer.eos_token_id
-    sources: dict[str, tuple[int, ...]] = {"chat template": () if turn_end is None else (turn_end,)}
-    for name in (_GENERATION, "config.json"):
-        sources[name] = () if model_dir is None else _eos_of(Path(model_dir) / name)
-    return sources | {"tokenizer": () if eos is None else (eos,)}
-
-
-def _eos_of(path: Path) -> tuple[int, ...]:
-    if not path.is_file():
-        return ()
-    record = read_json_object(path)
-    text = record.get("text_config")  # a model with vision keeps the decoder's settings here
-    own = text.get("eos_token_id") if isinstance(text, dict) else None
-    eos = own if record.get("eos_token_id") is None else record["eos_token_id"]
-    ids = eos if isinstance(eos, list) else [eos]
-    if not all(token is None or type(token) is int for token in ids):
-        raise DataError(
-            f"{path}: eos_token_id is {eos!s:.80}; expected an id or a list of ids; correct it"
-        )
-    return tuple(token for token in ids if token is not None)
+        return str(text)

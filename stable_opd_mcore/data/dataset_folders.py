@@ -3,9 +3,10 @@
 # Not strict: datasets has no types.
 # pyright: basic
 
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,7 @@ _DATA_FILE = re.compile(
 )
 _OTHER_JSON = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _NARROW = re.compile(r"\b(?:half)?float\b")  # Arrow's names of float16 and float32
+_JSON = re.compile(r"\bextension<arrow\.json>")
 _SHARD = re.compile(r"(.*[-_.])(\d+)-of-(\d+)(?!\d).*")
 
 
@@ -149,22 +151,49 @@ def with_shortest_floats(
 ) -> Iterator[dict[str, Any]]:
     """Rows of an Arrow table with 0.1 for a float32 of 0.1, which Arrow gives as
     0.10000000149011612; `schema` has the types of the columns."""
-    narrow = {field.name: field.type for field in schema if _NARROW.search(str(field.type))}
+    return _changed(records, schema, _NARROW, _shortest)
+
+
+def with_json_values(records: Iterable[dict[str, Any]], schema: Any) -> Iterator[dict[str, Any]]:
+    """Rows of an Arrow table with what a value of its type JSON says, which Arrow gives as text.
+
+    `datasets` writes lists and objects of mixed types so, and reads them as this does.
+    """
+    return _changed(records, schema, _JSON, lambda value, _: json.loads(value))
+
+
+def _changed(
+    records: Iterable[dict[str, Any]],
+    schema: Any,
+    named: re.Pattern[str],
+    change: Callable[[Any, Any], Any],
+) -> Iterator[dict[str, Any]]:
+    """The rows with `change(value, type)` for each value whose type has such a name."""
+    kinds = {field.name: field.type for field in schema if named.search(str(field.type))}
     for record in records:
-        own = {name: _shortest(record[name], kind) for name, kind in narrow.items()}
+        own = {name: _inside(record[name], kind, named, change) for name, kind in kinds.items()}
         yield {**record, **own} if own else record
+
+
+def _inside(
+    value: Any, kind: Any, named: re.Pattern[str], change: Callable[[Any, Any], Any]
+) -> Any:
+    from pyarrow import types
+
+    if value is None or not named.search(str(kind)):
+        return value
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_inside(each, kind.value_type, named, change) for each in value]
+    if types.is_struct(kind):
+        items = value.items()
+        return {name: _inside(each, kind.field(name).type, named, change) for name, each in items}
+    return change(value, kind)
 
 
 def _shortest(value: Any, kind: Any) -> Any:
     from numpy import float16, float32
     from pyarrow import types
 
-    if value is None:
-        return None
     if types.is_float16(kind) or types.is_float32(kind):
         return float(str(float16(value) if types.is_float16(kind) else float32(value)))
-    if types.is_list(kind) or types.is_large_list(kind):
-        return [_shortest(each, kind.value_type) for each in value]
-    if types.is_struct(kind):
-        return {name: _shortest(each, kind.field(name).type) for name, each in value.items()}
     return value

@@ -10,8 +10,12 @@ from typing import Any, Literal, cast
 
 from stable_opd_mcore.errors import DataError
 
-# role and content; an assistant's may have tool_calls, and then its content may be None
+# role and content; an assistant's may have THOUGHT, and tool_calls: then its content may be None
 Message = Mapping[str, Any]
+THOUGHT = "reasoning_content"  # the key of a thought here, whichever of these it had
+THOUGHT_KEYS = (THOUGHT, "reasoning", "thinking", "thoughts")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MAY_BE_EMPTY = ("system", "tool")  # an empty file, a command that prints nothing
 _ANYWHERE = (None, "system", "user", "assistant", "tool")
 _BEFORE = {  # roles that may stand before one; None: it is the first
     "system": (None,),
@@ -19,7 +23,13 @@ _BEFORE = {  # roles that may stand before one; None: it is the first
     "assistant": _ANYWHERE,
     "tool": ("assistant", "tool"),
 }
-_MORE_KEYS = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}
+_OTHER_NAMES = {
+    **dict.fromkeys(("human", "input"), "user"),
+    **dict.fromkeys(("gpt", "model", "bot", "ai", "output"), "assistant"),
+    **dict.fromkeys(("function", "ipython", "observation", "tool_response", "tool_result"), "tool"),
+    "developer": "system",
+}
+_MORE_KEYS = {"assistant": {"tool_calls", THOUGHT}, "tool": {"tool_call_id", "name"}}
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
@@ -47,6 +57,7 @@ def parse_messages(
         DataError: no list of messages, a role, key or tool call that is not of OpenAI's form, a
             system message that is not the first, a golden turn that answers no user and no tool.
     """
+    value = _from_json(value)
     if not isinstance(value, list) or not value:
         found = cast("object", value)
         raise DataError(
@@ -68,6 +79,12 @@ def parse_messages(
             "of the assistant: add it, remove the turn, or set columns.golden=last"
         )
     for number in answers:
+        if number and number < len(turns) and turns[number - 1]["role"] == "assistant":
+            raise DataError(
+                f"{where}: messages {number - 1} and {number} are two turns of the assistant in a "
+                "row; expected one of the user or of a tool before each that is trained on: join "
+                "them, or remove the row"
+            )
         if not number or turns[number - 1]["role"] not in ("user", "tool"):
             raise DataError(
                 f"{where}: no user turn to answer before message {number}; expected one at the "
@@ -103,19 +120,20 @@ def _turn(
     """One message, checked; `before` is the role of the one before it."""
     if not isinstance(message, Mapping):
         raise DataError(f"{place} is {message!r:.60}; write {{role: ..., content: ...}}")
-    # Tables of several conversations write keys that a message lacks as null.
-    given = {str(k): v for k, v in cast("Any", message).items() if v not in (None, [], {})}
+    # Tables of several conversations write keys that a message lacks as null; servers, as "".
+    items = cast("Mapping[Any, Any]", message).items()
+    given = {str(k): v for k, v in items if v not in (None, [], {}, "") or k == "content"}
     if {"from", "value"} <= given.keys():
         raise DataError(
             f"{place} is in ShareGPT's form, with from and value; rename them to role and "
             "content, human to user, and gpt to assistant"
         )
     role = given.get("role")
-    if not isinstance(role, str) or before not in _BEFORE.get(role, ()):
-        raise DataError(
-            f"{place}: role {role!r:.60}; write user or assistant, or system in the first message, "
-            "or tool after an assistant's"
-        )
+    _refuse_place(role, before, place)
+    content, thoughts = _parts(given.get("content"), place)
+    if role == "assistant":
+        thoughts += [given.pop(key) for key in THOUGHT_KEYS if key in given]
+    given = {**given, "content": content, **_thought(thoughts, place)}
     known = {"role", "content"} | _MORE_KEYS.get(role, set())
     if more := given.keys() - known:
         raise DataError(
@@ -124,26 +142,115 @@ def _turn(
         )
     if "tool_calls" in given:
         given["tool_calls"] = _calls(given["tool_calls"], place)
-        if given.get("content") in (None, ""):  # templates ask whether it is None
+    if content is None or (isinstance(content, str) and not content.strip()):
+        if "tool_calls" in given:  # templates ask whether it is None
             return {**given, "content": None}
+        if role in _MAY_BE_EMPTY:
+            return {**given, "content": ""}
     return {**given, "content": text(given, place)}
 
 
+def _refuse_place(role: object, before: str | None, place: str) -> None:
+    """Raise a DataError for a role that is not known, or may not stand after `before`."""
+    if not isinstance(role, str) or role not in _BEFORE:
+        name = _OTHER_NAMES.get(role) if isinstance(role, str) else None
+        raise DataError(
+            f"{place}: role {role!r:.60}; expected user, assistant, tool, or system in the first "
+            f"message: write {name or 'one of these'}"
+        )
+    if before in _BEFORE[role]:
+        return
+    if role == "system":
+        raise DataError(
+            f"{place}: role 'system' after another message; expected it only as the first: move it "
+            "there, or make it a user message"
+        )
+    raise DataError(
+        f"{place}: role 'tool' and no turn of the assistant before it; add the turn that calls the "
+        "tool, or make it a user message"
+    )
+
+
+def _parts(content: object, place: str) -> tuple[object, list[object]]:
+    """The content with its parts of text as one text, and the parts that are thoughts."""
+    if not isinstance(content, list):
+        return content, []
+    texts: list[str] = []
+    thoughts: list[object] = []
+    for part in cast("list[Any]", content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(part, str):
+            texts.append(part)
+        elif kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind == "thinking":
+            thoughts.append(_parts(part.get("thinking"), place)[0])
+        else:
+            raise DataError(
+                f"{place}: content has a part {part!r:.60}; only parts of text are read, "
+                "{type: text, text: ...}: write it as text, or remove the row"
+            )
+    return "".join(texts), thoughts
+
+
+def _thought(given: Sequence[object], place: str) -> dict[str, str]:
+    """The one thought of a message, by its key here; {} where all are empty."""
+    texts: list[str] = []
+    for each in given:
+        if not isinstance(each, str):
+            raise DataError(
+                f"{place}: its thoughts are {type(each).__name__} {each!r:.60}, not text; write "
+                "them as one text, or remove the key or the row"
+            )
+        if each.strip() and each.strip() not in texts:
+            texts.append(each.strip())
+    if len(texts) > 1:
+        raise DataError(
+            f"{place} has two different thoughts, {texts[0]!r:.40} and {texts[1]!r:.40}; keep one "
+            f"of {', '.join(THOUGHT_KEYS)}"
+        )
+    return {THOUGHT: texts[0]} if texts else {}
+
+
 def _calls(value: object, place: str) -> list[Mapping[str, Any]]:
-    """Tool calls with their arguments as an object, which templates expect; OpenAI writes JSON."""
+    """Tool calls with their arguments as an object, which templates expect; OpenAI writes JSON.
+
+    Null arguments count as absent: a table has the names of all other calls' arguments as null.
+    """
     calls: list[Mapping[str, Any]] = []
+    value = _from_json(value)
     for call in cast("list[Any]", value if isinstance(value, list) else [value]):
         try:
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (TypeError, KeyError, ValueError, RecursionError):
+        except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
             name = arguments = None
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise DataError(
                 f"{place}: tool call {call!r:.80}; write {{function: {{name: ..., arguments: "
                 "...}}, the arguments as an object or its JSON text"
             )
-        calls.append(
-            {**call, "function": {**call["function"], "arguments": cast("Any", arguments)}}
-        )
+        own = {key: each for key, each in call.items() if each is not None}
+        function = {**call["function"], "arguments": without_nulls(cast("Any", arguments))}
+        calls.append({**own, "function": function})
     return calls
+
+
+def _from_json(value: object) -> object:
+    """What a JSON text of a list or an object says; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def without_nulls(value: Any) -> Any:
+    """An object without its keys that are null, at every depth; lists keep theirs."""
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        return {key: without_nulls(each) for key, each in items if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in cast("list[Any]", value)]
+    return value

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
-from itertools import chain, groupby, takewhile
+from itertools import chain, takewhile
 from typing import Literal
 
 import numpy as np
@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from stable_opd_mcore.config.schema import DataConfig
 from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.messages import Message
+from stable_opd_mcore.data.golden_turns import GoldenTurn, golden_parts
+from stable_opd_mcore.data.messages import THOUGHT, Message
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import is_bare_answer, source_name
 from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
-from stable_opd_mcore.data.thoughts import golden_response, opens_thinking
-from stable_opd_mcore.data.tool_schemas import Tool, holds_schemas, refuse_unnamed
+from stable_opd_mcore.data.thoughts import channel_message, opens_thinking
+from stable_opd_mcore.data.tool_schemas import holds_schemas, refuse_unnamed
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt
 
@@ -202,9 +203,11 @@ class PromptSet:
         return [max(turns[::2], default=0) for turns in self._golden_turns]
 
     def golden_transcript(self) -> Prompt | None:
-        """The first prompt with several golden turns; None without one."""
-        several = (index for index, turns in enumerate(self._golden_turns) if len(turns) > 1)
-        index = next(several, None)
+        """The first prompt with several golden turns, or with one that is not a text of its row,
+        as one with a thought in its own key; None without one."""
+        lengths = enumerate(self._golden_turns)
+        shown = (i for i, turns in lengths if turns and (turns[1:] or self._rows[i].golden_turns))
+        index = next(shown, None)
         return None if index is None else self[index]
 
     def first_played(self) -> list[Prompt]:
@@ -286,8 +289,7 @@ def _encode_golden(
     """
     if golden == "none":
         return [[] for _ in rows]
-    stop = tokenizer.stop_token_ids[:1]
-    parts_of: list[list[tuple[Sequence[int], str]]] = []
+    parts_of: list[list[GoldenTurn]] = []
     for row, prompt_text in zip(rows, prompt_texts, strict=True):
         turns = _golden_turns(row)
         if not turns and row.source not in without:
@@ -303,13 +305,13 @@ def _encode_golden(
                 "sft and with mixture.lambda=0"
             )
         try:
-            parts_of.append(_golden_parts(turns, prompt_text, tokenizer, bridge, row.tools))
+            parts_of.append(golden_parts(turns, prompt_text, tokenizer, bridge, row.tools))
         except DataError as error:
             raise DataError(f"{row.row_id}: {error}") from error
-    said = iter(tokenizer.encode_many([text for parts in parts_of for _, text in parts]))
+    said = iter(tokenizer.encode_many([part.text for parts in parts_of for part in parts]))
     goldens: list[list[Sequence[int]]] = []
     for parts in parts_of:
-        ids = chain(*((observed, [*next(said), *stop]) for observed, _ in parts))
+        ids = chain(*((part.observed, [*next(said), *part.stop]) for part in parts))
         goldens.append([*ids][1:])  # the prompt stands before the first turn
     if not any(goldens):
         raise DataError(
@@ -327,28 +329,6 @@ def _golden_turns(row: Row) -> tuple[Message, ...]:
     if row.golden_turns or not row.solution:
         return row.golden_turns
     return ({"role": "assistant", "content": row.solution},)
-
-
-def _golden_parts(
-    turns: Sequence[Message],
-    prompt_text: str,
-    tokenizer: Tokenizer,
-    bridge: Bridge,
-    tools: Sequence[Tool],
-) -> list[tuple[Sequence[int], str]]:
-    """For each turn of the assistant, the ids of what it observes before it, and its text. A
-    student that sampled these texts would observe the same.
-    """
-    parts: list[tuple[Sequence[int], str]] = []
-    observed: Sequence[int] = ()
-    for of_assistant, group in groupby(turns, lambda turn: turn["role"] == "assistant"):
-        if of_assistant:
-            (turn,) = group
-            parts.append((observed, golden_response(bridge.said(turn), prompt_text)))
-        else:
-            between = bridge.append(list(group), tokenizer.stop_token_ids[0], tools)
-            observed, prompt_text = between.token_ids, between.text
-    return parts
 
 
 def _refuse_empty(row: Row, prompt: Sequence[int]) -> None:
@@ -383,7 +363,8 @@ def _refuse_control_tokens(row: Row, tokenizer: Tokenizer, golden: str) -> None:
     inside the prompt; in a golden solution it teaches the student to stop early.
     """
     turns = () if golden == "none" else _golden_turns(row)
-    solution = "\n".join(each["content"] or "" for each in turns)
+    spoken = (channel_message(each["content"] or "") or each for each in turns)
+    solution = "\n".join(f"{each.get(THOUGHT, '')}{each['content'] or ''}" for each in spoken)
     system = next((each["content"] for each in row.messages if each["role"] == "system"), "")
     calls = [each["tool_calls"] for each in (*row.messages, *turns) if "tool_calls" in each]
     texts = {"problem": row.problem, "solution": solution, "system message": system}

@@ -22,6 +22,7 @@ from stable_opd_mcore.data.repetition import (
     tail_loop,
     tail_loop_of_text,
 )
+from stable_opd_mcore.data.thoughts import split_thought
 from stable_opd_mcore.endings import CUT, Ending
 from stable_opd_mcore.metrics import Max, Mean, Metric, Metrics, Quantile, Sum
 from stable_opd_mcore.records import GradingFailure, Rollout
@@ -40,7 +41,6 @@ _TURNS = {  # parts of the turns, counted from 0
     "turn_9": range(8, sys.maxsize),
 }
 ONE_TURN: Mapping[str | None, int] = {}  # `max_turns` of rollouts without an environment
-_THINK_END = "</think>"
 _PARTS: dict[Ending | None, str] = {Ending.STOP: "finished", **dict.fromkeys(CUT, "truncated")}
 _MEANS = (
     "response_length_mean",
@@ -270,7 +270,9 @@ def version_metrics(
 
 
 def _of_episode(rollout: Rollout) -> dict[str, Mean]:
-    said = [turn.text.rpartition(_THINK_END)[2].strip() for turn in rollout.turns]
+    answers = [split_thought(turn.text).answer for turn in rollout.turns]
+    both = zip(answers, rollout.turns, strict=True)
+    said = [(turn.text if answer is None else answer).strip() for answer, turn in both]
     endings = {f"ending_{each}": Mean(rollout.finish_reason == each, 1) for each in _ENDINGS}
     own = {f"own_{name}": Mean(value, 1) for name, value in rollout.metrics.items()}
     return (

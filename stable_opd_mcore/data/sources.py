@@ -17,8 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig, TrainSource
-from stable_opd_mcore.data.dataset_folders import STATE, read_dataset, with_shortest_floats
-from stable_opd_mcore.data.messages import parse_messages
+from stable_opd_mcore.data.dataset_folders import (
+    STATE,
+    read_dataset,
+    with_json_values,
+    with_shortest_floats,
+)
+from stable_opd_mcore.data.messages import parse_messages, without_nulls
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, SYNTHETIC, arithmetic_rows
 from stable_opd_mcore.data.tool_schemas import parse_tools
@@ -155,7 +160,7 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
             _refuse_unread_parts(record, columns.messages, _SYSTEM, place)
         said = [each["content"] for each in messages if each["role"] != "system"]
         problem = "\n\n".join(filter(None, said))
-        if len(golden) == 1 and "tool_calls" not in golden[0]:
+        if len(golden) == 1 and golden[0].keys() == {"role", "content"}:
             solution, golden = golden[0]["content"], ()
     if columns.answer is not None:
         answer = _text(record, columns.answer, place, "answer")
@@ -234,8 +239,8 @@ def _content(message: Record, where: str) -> str:
     content = message.get("content")
     if not isinstance(content, str | int | float | None) or isinstance(content, bool):
         raise DataError(
-            f"{where}: content holds {type(content).__name__}, not text; write it as one text "
-            "(join the parts of a list), or remove the row"
+            f"{where}: content holds {type(content).__name__}, not text; write it as one text, or "
+            "remove the row"
         )
     return _text({"content": content}, "content", where, "message")
 
@@ -302,7 +307,9 @@ def _read_parquet(
         yield from enumerate(
             _own(record)
             for batch in batches
-            for record in with_shortest_floats(batch.to_pylist(), batch.schema)
+            for record in with_json_values(
+                with_shortest_floats(batch.to_pylist(), batch.schema), batch.schema
+            )
         )
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path}: not readable as parquet; write it again: {error}") from error
@@ -314,18 +321,12 @@ def _own(record: Record) -> dict[str, Any]:
     own = dict(record)
     for column, value in record.items():
         if column in ("tools", "functions"):
-            own[column] = _without_nulls(value)
+            own[column] = without_nulls(value)
         elif isinstance(value, list):
             own[column] = [
-                {**each, "tool_calls": _without_nulls(each["tool_calls"])}
+                {**each, "tool_calls": without_nulls(each["tool_calls"])}
                 if isinstance(each, dict) and "tool_calls" in each
                 else each
                 for each in value
             ]
     return own
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

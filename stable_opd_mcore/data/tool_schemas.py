@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from stable_opd_mcore.data.messages import without_nulls
 from stable_opd_mcore.errors import DataError
 
 Tool = Mapping[str, Any]
@@ -16,7 +17,8 @@ Tool = Mapping[str, Any]
 def parse_tools(value: object) -> tuple[Tool, ...]:
     """The schemas in a value or in its JSON text; () for a value of another form.
 
-    A function may stand there without its frame: {"name": ..., "parameters": ...}.
+    A function may stand there without its frame: {"name": ..., "parameters": ...}. Nulls are left
+    out: a table has the names of all other schemas' keys as null.
     """
     if isinstance(value, str):
         try:
@@ -30,9 +32,9 @@ def parse_tools(value: object) -> tuple[Tool, ...]:
         return ()
     tool = cast("Mapping[str, Any]", value)
     if isinstance(tool.get("function"), Mapping):
-        framed = {"type": "function", **tool}
+        framed = without_nulls({"type": "function", **tool})
     elif "parameters" in tool:
-        framed = {"type": "function", "function": dict(tool)}
+        framed = without_nulls({"type": "function", "function": dict(tool)})
     else:
         return ()
     return (framed,) if isinstance(framed["function"].get("name"), str) else ()

@@ -20,6 +20,7 @@ from typing import Any
 
 from pebble import CONSTS, ProcessExpired, ProcessPool
 
+from stable_opd_mcore.data.thoughts import split_thought
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading_worker import graded, rewarded, start_worker
@@ -28,7 +29,6 @@ from stable_opd_mcore.records import AnswerFormat, GradingFailure, Rollout
 
 CONSTS.term_timeout = 0.0  # pebble's wait between SIGTERM, which workers ignore, and SIGKILL
 _START_SECONDS = 600.0  # the longest that workers take to start
-_THINK_END = "</think>"
 _LOG = logging.getLogger(__name__)
 Rewards = Mapping[str, UserFunction | None]
 _NO_REWARDS: Rewards = {}
@@ -39,7 +39,7 @@ class GradingItem:
     response: str  # without its stop token
     gold: str
     answer_format: AnswerFormat = "boxed"
-    opens_thinking: bool = False  # the prompt ended inside <think>
+    opens_thinking: bool = False  # the prompt ended inside a thought
     stopped: bool = True  # the response ended with a stop token
 
 
@@ -103,7 +103,7 @@ class Grader:
         """The verdicts in the order of the items, which are taken as workers get free.
 
         "bracket": right if the response stopped directly after "[gold]". "boxed": math-verify
-        decides on the text after </think>; a response that never closes its <think> is wrong.
+        decides on the answer after the thought; a thought that has no end is wrong.
 
         Raises:
             UserError: the file of the user's function fails; standard error says why.
@@ -239,14 +239,5 @@ def _verdict_or_call(item: GradingItem | RewardItem) -> Verdict | tuple[Any, ...
         return rewarded, item.reward, item.columns, item.response
     if item.answer_format == "bracket":
         return Verdict(item.stopped and item.response.endswith(f"[{item.gold}]"))
-    answer = _after_thought(item)
+    answer = split_thought(item.response, item.opens_thinking).answer
     return Verdict(False) if answer is None else (graded, answer, item.gold)
-
-
-def _after_thought(item: GradingItem) -> str | None:
-    """The text after the last </think>; None if <think> was opened and never closed."""
-    _, end, answer = item.response.rpartition(_THINK_END)
-    if end:
-        return answer
-    opened = item.opens_thinking or item.response.lstrip().startswith("<think>")
-    return None if opened else item.response

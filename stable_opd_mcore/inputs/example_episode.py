@@ -1,4 +1,4 @@
-"""An episode with a fixed text as each turn of the student.
+"""An episode with a fixed text as each turn of the student: a thought and an answer.
 
     example = play_episode(prompt, settings, tokenizer, system_prompt, window, max_new_tokens)
     example.rollout, example.failure, example.roles
@@ -14,7 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stable_opd_mcore.config.environment_settings import EnvironmentConfig
+from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.messages import THOUGHT
+from stable_opd_mcore.data.thoughts import golden_response
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.inputs.pair import EXAMPLE
@@ -57,6 +60,15 @@ class Example:
         )
 
 
+def example_turn(tokenizer: Tokenizer) -> str:
+    """What the student might say: a thought, where its chat template or its tokenizer has marks or
+    a channel for one, and an answer."""
+    turn = {"role": "assistant", "content": EXAMPLE}
+    if tokenizer.has_template and tokenizer.form.has_thoughts:
+        turn[THOUGHT] = EXAMPLE
+    return Bridge(tokenizer).said(turn)
+
+
 def play_episode(
     prompt: Prompt,
     settings: EnvironmentConfig,
@@ -74,7 +86,8 @@ def play_episode(
     settings = settings.model_copy(update={"workers": 1})
     environments = {str(prompt.environment): settings}
     interaction = Interaction(environments, tokenizer, tokenizer, system_prompt, window)
-    whole = np.array([*tokenizer.encode(EXAMPLE), tokenizer.stop_token_ids[0]], np.int32)
+    text = golden_response(example_turn(tokenizer), "".join(tokenizer.pieces(prompt.token_ids)))
+    whole = np.array([*tokenizer.encode(text), tokenizer.stop_token_ids[0]], np.int32)
     sampling = Sampling(max_new_tokens=max_new_tokens)
     episode, end = Episode.begin(prompt, 0, 0), time.monotonic() + _SECONDS
     try:
@@ -83,7 +96,7 @@ def play_episode(
                 said = whole[: episode.budget(sampling, window)]
                 reason = Ending.STOP if len(said) == len(whole) else Ending.LENGTH
                 no_logprobs = np.zeros(len(said), np.float32)
-                episode = episode.with_tokens(said, no_logprobs, reason, 0, text=EXAMPLE)
+                episode = episode.with_tokens(said, no_logprobs, reason, 0, text=text)
             else:
                 episode = episode.after(interaction.observe(episode, sampling, 0).result())
     finally:

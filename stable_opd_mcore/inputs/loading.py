@@ -15,12 +15,14 @@ from pathlib import Path
 from stable_opd_mcore.config.data import SourceConfig
 from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
-from stable_opd_mcore.data.chat import Tokenizer, resolve_stop_ids
+from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.environment_names import OF_THE_RUN
 from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
 from stable_opd_mcore.data.rows import Row
+from stable_opd_mcore.data.samples import context_samples
 from stable_opd_mcore.data.source_order import SourceOrder
 from stable_opd_mcore.data.sources import load_rows, source_name
+from stable_opd_mcore.data.stop_ids import resolve_stop_ids
 from stable_opd_mcore.data.synthetic import SYNTHETIC
 from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
 from stable_opd_mcore.data.tokenizer_backend import has_tokenizer
@@ -359,16 +361,25 @@ def missing_tracker(package: str) -> UserError:
 def restart_problem(config: Config, rollouts: Sequence[Rollout]) -> str | None:
     """What is wrong with an episode of several contexts, for settings that assume one."""
     for rollout in rollouts:
-        where = f"prompt {rollout.prompt.prompt_id}: its environment begins a new context"
+        where, remedy = "its environment begins a new context", "the environment"
+        first, second = (*context_samples(rollout), None, None)[:2]
+        begun = first and second and second.token_ids[: len(first.token_ids) - 1].tolist()
+        if first and begun == first.token_ids[:-1].tolist():
+            where = (
+                "the student ends a turn with another token than its chat template, whose token "
+                "the next turn reads in a new context"
+            )
+            remedy = "the chat template end a turn as the student does, so as to"
+        where = f"prompt {rollout.prompt.prompt_id}: {where}"
         if config.objective.discount and any(turn.restarts for turn in rollout.turns[1:]):
             return (
                 f"{where}, and objective.discount={config.objective.discount:g} would add up the "
                 "advantages of each context on its own, not of the episode; set "
-                "objective.discount=0, or let the environment only continue the context"
+                f"objective.discount=0, or let {remedy} only continue the context"
             )
         if config.teacher and config.teacher.prompt and any(t.restarts for t in rollout.turns):
             return (
                 f"{where}, which does not begin with the prompt that teacher.prompt replaces; "
-                "remove teacher.prompt, or let the environment only continue the context"
+                f"remove teacher.prompt, or let {remedy} only continue the context"
             )
     return None

@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stable_opd_mcore.data.chat import Tokenizer, stop_sources
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.stop_ids import stop_sources
 from stable_opd_mcore.data.vocabulary import RenamedToken, same_vocabulary
 from stable_opd_mcore.models.description.config_fields import decoder_settings, read_fields
 

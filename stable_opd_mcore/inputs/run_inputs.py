@@ -13,10 +13,11 @@ from typing import Any, Generic, TypeVar
 
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
-from stable_opd_mcore.data.chat import Tokenizer, stop_sources
+from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.environment_names import environments_of
 from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.samples import context_samples, golden_samples
+from stable_opd_mcore.data.stop_ids import stop_sources
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.inputs.example_episode import Example, play_episode
 from stable_opd_mcore.inputs.loading import (

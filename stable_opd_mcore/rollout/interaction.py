@@ -175,7 +175,8 @@ class Interaction:
             length += len(asked.episode.context)
         if length < self.window:
             return observed
-        if observed.restarts:  # no turn of the student is the cause
+        is_new = answer.observed is not None and not asked.episode.turns
+        if answer.restarts or is_new:  # no turn of the student is the cause
             self._note_failure(
                 asked,
                 f"what it yielded as a new context has {length} tokens, and the student reads "
@@ -213,7 +214,8 @@ class Interaction:
             seen = replace(bridge.render(conversation, (), tools), restarts=True)
             refuse_unnamed(tools, seen.text, episode.prompt.prompt_id, self._path)
         elif settings.history == "append":
-            seen = bridge.append(messages, int(episode.context[-1]), tools)
+            context = episode.context.tolist()
+            seen = bridge.append(messages, context[-1], tools).after(context)
         else:
             said: Message = {"role": "assistant", "content": episode.turns[-1].text}
             conversation = [*episode.conversation, said, *messages]

@@ -5,7 +5,8 @@ import json
 import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from stable_opd_mcore.data.chat import Tokenizer, stop_sources
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.stop_ids import stop_sources
 from stable_opd_mcore.data.thoughts import golden_response, opens_thinking
 from stable_opd_mcore.errors import DataError
 from tests.commands.check.directories import TEMPLATE, write_model

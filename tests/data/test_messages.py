@@ -88,16 +88,19 @@ def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configu
         ([], "holds list []; expected a list"),
         (["1+1?"], "message 0 is '1+1?'; write {role"),
         ([[ASK]], "message 0 is [{'role'"),
-        ([{"role": "tool", "content": "x"}], "message 0: role 'tool'; write user or assistant"),
-        ([ASK, TOOL], "message 1: role 'tool'; write user or assistant"),
+        (
+            [{"role": "tool", "content": "x"}],
+            "message 0: role 'tool' and no turn of the assistant before it; add",
+        ),
+        ([ASK, TOOL], "message 1: role 'tool' and no turn of the assistant before it; add"),
         ([{"content": "x"}], "message 0: role None"),
         ([{"role": ["user"], "content": "x"}], "message 0: role ['user']"),
-        ([ASK, SYSTEM], "message 1: role 'system'; write user or assistant, or system in the"),
+        ([ASK, SYSTEM], "message 1: role 'system' after another message; expected it only as"),
         ([{"role": "user"}], "message 0: column 'content' (message) is empty"),
         ([{"role": "user", "content": " "}], "column 'content' (message) is empty"),
         (
             [{"role": "user", "content": [{"type": "text"}]}],
-            "message 0: content holds list, not text; write it as one",
+            "message 0: content has a part {'type': 'text'}; only parts of text are read",
         ),
         ([{"role": "user", "content": {"a": 1}}], "message 0: content holds dict, not text"),
         ([{"role": "user", "content": True}], "message 0: content holds bool, not text"),
@@ -112,7 +115,7 @@ def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configu
         ([ASK, CALLS, reply_to("a"), reply_to("a"), TWO], "message 3: its call 'a' has a reply"),
         ([TWO], "no user turn to answer"),
         ([SYSTEM], "no user turn to answer"),
-        ([ASK, TWO, FOUR], "no user turn to answer"),
+        ([ASK, TWO, FOUR], "messages 1 and 2 are two turns of the assistant in a row"),
     ],
 )
 def test_hostile_conversations_are_refused_with_file_row_and_key(tmp_path, messages, message):
@@ -125,8 +128,8 @@ def test_hostile_conversations_are_refused_with_file_row_and_key(tmp_path, messa
     ("messages", "message"),
     [
         ([ASK, TWO, MORE], "the last turn is of the user; columns.golden=all expects one of the"),
-        ([ASK, TWO, FOUR], "no user turn to answer before message 2; expected one"),
-        ([ASK, TWO, FOUR, MORE, FOUR], "no user turn to answer before message 2"),
+        ([ASK, TWO, FOUR], "messages 1 and 2 are two turns of the assistant in a row; expected"),
+        ([ASK, TWO, FOUR, MORE, FOUR], "messages 1 and 2 are two turns of the assistant"),
         ([TWO, MORE, FOUR], "no user turn to answer before message 0"),
         ([SYSTEM, TWO, MORE, FOUR], "no user turn to answer before message 1"),
     ],
@@ -238,6 +241,8 @@ def test_all_golden_turns_are_what_a_rollout_of_the_same_texts_would_be(tmp_path
                 continue
             if new:
                 observed = bridge.append(new, context[-1])
+                if observed.replaces_end:  # the template's end is no golden token
+                    context, places = context[:-1], places[:-1]
                 context, text, new = [*context, *observed.token_ids], observed.text, []
             said = golden_response(said_of(turn), text)
             sampled = [*tokenizer.encode(said), tokenizer.stop_token_ids[0]]

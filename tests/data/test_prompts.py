@@ -38,6 +38,7 @@ class ThinkingTokenizer:
     """One id for each letter; prompts open a thought."""
 
     stop_token_ids = (0,)
+    has_template = False
 
     def render_prompt(self, problem, template, system, tools):
         return f"{system}: {template.format(problem=problem)}<think>"

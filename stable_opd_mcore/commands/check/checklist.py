@@ -96,6 +96,7 @@ OF_A_RUN: Checks = {
     "environment": (
         transcripts.failing_environments,
         transcripts.tool_messages,
+        transcripts.two_ends,
         transcripts.restarts,
     ),
     "chat template": (transcripts.different_bridges,),

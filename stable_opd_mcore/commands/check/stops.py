@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stable_opd_mcore.commands.check.finding import Finding, finding
-from stable_opd_mcore.data.chat import stop_sources
+from stable_opd_mcore.data.stop_ids import stop_sources
 from stable_opd_mcore.data.tokenizer_backend import special_token
 from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.inputs.pair import ModelFiles, Pair

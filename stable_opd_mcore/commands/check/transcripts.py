@@ -81,6 +81,17 @@ def failing_environments(inputs: RunInputs) -> Iterator[Finding]:
             yield finding("failing-environment", function=example.function, **values)
 
 
+def two_ends(inputs: RunInputs) -> Iterator[Finding]:
+    """A template that ends a turn in a history with another token than the student."""
+    student, bridge = inputs.pair.student, Bridge(inputs.tokenizer)
+    appends = any(played.history == "append" for played in _played(inputs))
+    if appends and bridge.refusal("user") is None:
+        end, own = bridge.turn_end, student.stop_ids[0]
+        if end != own:
+            named = {"own": student.named(own), "of_history": student.named(end)}
+            yield finding("two-ends-of-a-turn", **named)
+
+
 def restarts(inputs: RunInputs) -> None:
     """New contexts with a setting that assumes one; `train` refuses them."""
     examples = [example.rollout for example in inputs.example_episodes]

@@ -20,6 +20,7 @@ from stable_opd_mcore.commands.report.chosen_runs import WrittenRun, whole_numbe
 from stable_opd_mcore.commands.report.figures import Row
 from stable_opd_mcore.data.repetition import ZLIB_LEVEL, min_loop_tokens, tail_loop
 from stable_opd_mcore.data.rollout_files import read_rollouts
+from stable_opd_mcore.data.thoughts import opens_thinking, split_thought
 from stable_opd_mcore.data.token_files import TokenText, read_tokens
 from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.host.run_directory import ANY_STEP, RunDirectory
@@ -110,6 +111,9 @@ def detail(
     values["rollout_logprob"] = [float(f"{rollout.rollout_logprobs[at]:.4g}") for at in kept]
     if turns:
         shown["turns"] = _outside_gap(turns, head, left_out)
+    thought = _thought(rollout, tokens.pieces)
+    if any(thought):
+        values["thought"] = [thought[at] for at in kept]
     if repeats:
         values["repetition"] = [float(at >= count - repeats) for at in kept]
     return shown | {
@@ -118,6 +122,19 @@ def detail(
         "values": values,
         "golden": tokens.golden and _cut(tokens.golden, limits.characters),
     }
+
+
+def _thought(rollout: Rollout, pieces: Sequence[str]) -> list[float]:
+    """For each token whether it is before the answer of its turn."""
+    found: list[float] = []
+    for turn in rollout.turns:
+        opened = opens_thinking(turn.observed) if turn.before else rollout.prompt.opens_thinking
+        start = len(found)
+        text = "".join(pieces[start : start + turn.num_tokens])
+        before = split_thought(text, opened).start
+        ends = accumulate(map(len, pieces[start : start + turn.num_tokens]))
+        found += [float(end <= before) for end in ends]
+    return found
 
 
 def _turns(rollout: Rollout, limits: Limits, has_text: bool) -> list[dict[str, Any]]:

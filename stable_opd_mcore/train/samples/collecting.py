@@ -111,23 +111,30 @@ def refuse_episodes(run: Run, rollouts: Sequence[Rollout]) -> None:
     """
     if not run.config.has_environment:
         return
-    _refuse(run.engine, rollouts, "episodes", restart_problem(run.config, rollouts))
+    _refuse(run.engine, rollouts, restart_problem(run.config, rollouts))
 
 
 def _refuse(
-    engine: RolloutEngine, rollouts: Sequence[Rollout], what: str, problem: str | None = None
+    engine: RolloutEngine,
+    rollouts: Sequence[Rollout],
+    problem: str | None = None,
+    held_out: bool = False,
 ) -> None:
     """Raise a UserError on all ranks if more than half of the episodes failed in their environment,
     or one of them has a problem. Collective."""
-    failures = [each.grading_failure for each in rollouts if each.prompt.environment is not None]
-    num_failed = len(failures) - failures.count(None)
-    own = len(failures), num_failed, engine.first_failure, engine.refusal or problem
+    played = [each for each in rollouts if each.prompt.environment is not None]
+    rows = [each.prompt.prompt_id for each in played if each.grading_failure is not None]
+    own = len(played), rows, engine.first_failure, engine.refusal or problem
     counts, failed, reasons, problems = zip(*gather_objects(own), strict=True)
-    if sum(failed) > sum(counts) / 2:
+    rows = [row for each in failed for row in each]
+    if len(rows) > sum(counts) / 2:
         reason = next((each for each in reasons if each), "see the log")
+        which = " of held-out rows, which the environment plays too," if held_out else ""
+        remedy = ", give these rows the columns that it reads, or set data.eval=null"
         raise UserError(
-            f"{sum(failed)} of {sum(counts)} {what} failed in their environment; "
-            f"the first one: {reason}; correct it, and start the command again"
+            f"{len(rows)} of {sum(counts)} episodes{which} failed in their environment, that of "
+            f"row {rows[0]} among them; the first one: {reason}; correct it"
+            f"{remedy if held_out else ''}, and start the command again"
         )
     for found in filter(None, problems):
         raise UserError(found)
@@ -143,7 +150,7 @@ def sample_held_out(
     rollouts = engine.generate(prompts, sampling, step=0)
     rollouts = graded(grader, world, prompts, rollouts, by_source=False)
     if engine.interaction is not None and engine.interaction.environments:
-        _refuse(engine, rollouts, "episodes of held-out rows (data.eval), which are played too,")
+        _refuse(engine, rollouts, held_out=True)
     return with_seeds(rollouts, sampling, 0)
 
 

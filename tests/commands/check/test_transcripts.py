@@ -219,6 +219,28 @@ def test_new_contexts_are_refused_with_settings_that_assume_one(tmp_path):
     assert "its environment begins a new context, and objective.discount=0.5" in error.title
 
 
+IN_HISTORY = TEMPLATE.replace(  # as gpt-oss's
+    "<|im_end|>",
+    "{{ '<|endoftext|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}",
+)
+
+
+def test_a_turn_that_ends_otherwise_in_the_history_is_read_so_and_named(tmp_path):
+    report = check_config(playing(tmp_path, "episode", student=IN_HISTORY), None)
+    note = the(report.findings, "the chat template ends a turn of the history with another")
+    assert note.severity == "note"
+    assert [value for _, value in note.values] == ["256 '<|endoftext|>'", "258 '<|im_end|>'"]
+    _, text = report.transcripts[0]
+    assert "[a new context: " in text
+    assert "1+1<|im_end|>\n<|im_start|>user\nYou said 1+1 of 2." in text
+    assert not [each for each in report.errors if each.subject != "models"]
+    discounted = playing(
+        tmp_path, "episode", objective={"name": "opd", "discount": 0.5}, student=IN_HISTORY
+    )
+    errors = [each for each in check_config(discounted, None).errors if each.subject != "models"]
+    assert ["the student ends a turn with another token" in each.title for each in errors] == [True]
+
+
 def test_an_environment_that_fails_at_once_is_found_before_training(tmp_path):
     report = check_config(playing(tmp_path, "failing"), None)
     finding = the(report.findings, "game.py:failing fails in an example episode")

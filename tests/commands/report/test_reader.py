@@ -78,6 +78,21 @@ def test_tokens_have_their_text_and_values():
     assert detail(rollout(), [tokens("ab")], 1, WIDE)["values"]["repetition"] == [0, 1]
 
 
+def test_tokens_before_the_answer_are_thoughts():
+    pieces = ["<think>", "Hm.", "</think>", "2"]
+    for told, expected in (
+        (pieces, [1, 1, 1, 0]),
+        (
+            ["<|channel|>analysis<|message|>", "Hm.", "<|channel|>final<|message|>", "2"],
+            [1, 1, 1, 0],
+        ),
+        (["<think>", "Hm.", " So", " 2"], [1, 1, 1, 1]),
+        (["It", " is", " 2", "."], None),
+    ):
+        shown = detail(rollout(ids=range(4)), [tokens(told)], 0, WIDE)
+        assert shown["values"].get("thought") == expected
+
+
 def test_without_fitting_tokens_the_text_is_shown():
     for stored in ([], [tokens("abc")], [TokenText("train:7", 1, ("a", "b"), {}, None)]):
         shown = detail(rollout(), stored, 0, WIDE)

@@ -159,7 +159,10 @@ def refuse_on_every_rank(rank: int, directory: Path) -> None:
     world = start_world(config.parallel, 0)
     prompts, sampling = [played.prompt], SimpleNamespace(num_samples=1)
     grades = Grades(rank)
-    cases = (("no tools", None, "no tools"), (None, "crash", "2 of 2 episodes failed"))
+    cases = (
+        ("no tools", None, "no tools"),
+        (None, "crash", "2 of 2 episodes of held-out rows.* row p "),
+    )
     for refusal, failure, message in cases:
         engine.refusal = refusal
         engine.generate = lambda *_, step, f=failure: [replace(played, grading_failure=f)]

@@ -16,7 +16,8 @@
     { key: "rollout_logprob", name: "student log-probability", kind: "low" },
     { key: "kl_reference", name: "KL to the reference", kind: "high" },
     { key: "kl_teacher", name: "KL to the teacher", kind: "high" },
-    { key: "repetition", name: "repetition", kind: "high" },
+    { key: "thought", name: "thought", kind: "high", words: "before the answer" },
+    { key: "repetition", name: "repetition", kind: "high", words: "in the repeated tail" },
   ];
   const ENDED = {
     open: "not finished", stop: "stopped", length: "truncated", turns: "out of turns", window: "window full",
@@ -233,18 +234,18 @@
     if (alpha > 0.015) span.style.background = `rgb(${kind === "both" && value > 0 ? "40 140 220" : "225 95 20"} / ${alpha.toFixed(3)})`;
   }
 
-  function scale({ key, kind }, top) {
+  function scale({ kind, words }, top) {
     const shown = element("span", undefined, "scale"), bar = element("i");
     const hot = "rgb(225 95 20 / .72)", none = "transparent", cool = "rgb(40 140 220 / .72)";
     bar.style.background = `linear-gradient(90deg, ${{ both: [hot, none, cool], low: [hot, none], high: [none, hot] }[kind].join(",")})`;
     const ends = { both: [-top, top], low: [-top, 0], high: [0, top] }[kind];
-    if (key === "repetition") shown.append(bar, "in the repeated tail");
+    if (words) shown.append(bar, words);
     else shown.append(shortNumber(ends[0]), bar, `${shortNumber(ends[1])} nats`);
     return shown;
   }
 
   function showValues(readout, found, index) {
-    const parts = COLOURINGS.filter(({ key }) => key && key !== "repetition" && found.values[key]?.[index] !== null && found.values[key]?.[index] !== undefined)
+    const parts = COLOURINGS.filter(({ key, words }) => key && !words && found.values[key]?.[index] !== null && found.values[key]?.[index] !== undefined)
       .map(({ key, name }) => ` · ${name} ${shortNumber(found.values[key][index])}`);
     const place = found.gap && index >= found.gap.at ? index + found.gap.tokens : index;
     readout.replaceChildren(element("b", JSON.stringify(found.pieces[index])), ` token ${place.toLocaleString("en-US")}`, ...parts);

@@ -1,0 +1,225 @@
+"""The remedy that a refusal names, applied to the row that caused it: the row is then read."""
+
+import json
+
+import pytest
+
+from stable_opd_mcore.config.data import DataConfig
+from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.prompts import PromptSet
+from stable_opd_mcore.data.sources import load_rows
+from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
+from stable_opd_mcore.errors import DataError
+from tests.commands.check.directories import TEMPLATE, write_model
+
+ASK, SAY = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is 2."}
+SYSTEM = {"role": "system", "content": "Add."}
+PLAIN = {"problem": "1+1?", "answer": "2", "solution": "1+1 is 2."}
+TALK = {"messages": "messages", "answer": None}
+ALL = TALK | {"golden": "all"}
+ADD = {"function": {"name": "add", "arguments": {"a": 1}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+def calling(*ids):
+    return {"role": "assistant", "content": "", "tool_calls": [{**ADD, "id": i} for i in ids]}
+
+
+def reply(number="a", **more):
+    return {"role": "tool", "content": "2", "tool_call_id": number, **more}
+
+
+def talk(*messages, **more):
+    return {"messages": list(messages), **more}
+
+
+def given(role, content="x"):
+    return {"role": role, "content": content}
+
+
+CASES = [  # columns, the row, words of its remedy, and for each remedy the columns and the row then
+    (TALK, talk(), "fix or remove the row", [(TALK, talk(ASK))]),
+    (TALK, {"messages": "1+1?"}, "expected a list of messages", [(TALK, talk(ASK))]),
+    (TALK, talk("1+1?"), r"write \{role: ..., content: ...\}", [(TALK, talk(ASK))]),
+    (
+        TALK,
+        talk({"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "It is 2."}),
+        "rename them to role and content, human to user, and gpt to assistant",
+        [(TALK, talk(ASK, SAY))],
+    ),
+    *(
+        (TALK, talk(given(name)), "write user", [(TALK, talk(given("user")))])
+        for name in ("human", "input")
+    ),
+    *(
+        (TALK, talk(ASK, given(name)), "write assistant", [(TALK, talk(ASK, given("assistant")))])
+        for name in ("gpt", "model", "bot", "ai", "output")
+    ),
+    *(
+        (TALK, talk(ASK, SAY, given(n)), "write tool", [(TALK, talk(ASK, SAY, given("tool")))])
+        for n in ("function", "ipython", "observation", "tool_response", "tool_result")
+    ),
+    (TALK, talk(given("developer"), ASK), "write system", [(TALK, talk(given("system"), ASK))]),
+    (
+        TALK,
+        talk(ASK, SYSTEM),
+        "move it there, or make it a user message",
+        [(TALK, talk(SYSTEM, ASK)), (TALK, talk(ASK, given("user", "Add.")))],
+    ),
+    (
+        TALK,
+        talk(ASK, reply()),
+        "add the turn that calls the tool, or make it a user message",
+        [(TALK, talk(ASK, calling("a"), reply())), (TALK, talk(ASK, given("user", "2")))],
+    ),
+    (TALK, talk({**ASK, "weight": 1}), "remove the key or the row", [(TALK, talk(ASK))]),
+    (
+        TALK,
+        talk(given("user", [{"type": "image_url"}, {"type": "text", "text": "1+1?"}])),
+        r"only parts of text .* \{type: text, text: ...\}: write it as text",
+        [(TALK, talk(given("user", [{"type": "text", "text": "1+1?"}])))],
+    ),
+    (TALK, talk(given("user", {"a": 1})), "write it as one text", [(TALK, talk(ASK))]),
+    (TALK, talk(given("user", " ")), "fill it", [(TALK, talk(ASK))]),
+    (
+        TALK,
+        talk(ASK, {**SAY, "thinking": ["Hm."]}),
+        "write them as one text, or remove the key",
+        [(TALK, talk(ASK, {**SAY, "thinking": "Hm."})), (TALK, talk(ASK, SAY))],
+    ),
+    (
+        TALK,
+        talk(ASK, {**SAY, "thinking": "Hm.", "reasoning": "Well."}),
+        "keep one of reasoning_content, reasoning, thinking, thoughts",
+        [(TALK, talk(ASK, {**SAY, "reasoning": "Well."}))],
+    ),
+    (
+        TALK,
+        talk(ASK, {**SAY, "tool_calls": [{"name": "add", "arguments": "{}"}]}),
+        r"write \{function: \{name: ..., arguments: ...\}\}",
+        [(TALK, talk(ASK, {**SAY, "tool_calls": [ADD]}))],
+    ),
+    (
+        TALK,
+        talk(ASK, calling("a", "b"), reply("b"), reply("a"), SAY),
+        "sort them",
+        [(TALK, talk(ASK, calling("a", "b"), reply("a"), reply("b"), SAY))],
+    ),
+    (
+        ALL,
+        talk(ASK, SAY, ASK),
+        "add it, remove the turn, or set columns.golden=last",
+        [(ALL, talk(ASK, SAY, ASK, SAY)), (ALL, talk(ASK, SAY)), (TALK, talk(ASK, SAY, ASK))],
+    ),
+    (ALL, talk(ASK, SAY, SAY), "join them", [(ALL, talk(ASK, {**SAY, "content": "It is 2. 2."}))]),
+    (ALL, talk(SAY, ASK, SAY), "add it", [(ALL, talk(ASK, SAY, ASK, SAY))]),
+    ({}, {"question": "1+1?", "answer": "2"}, "Set .*columns.problem to one", [
+        ({"problem": "question"}, {"question": "1+1?", "answer": "2"})
+    ]),
+    ({}, {"problem": "1+1?"}, "Set .*columns.answer .*or to null", [
+        ({"answer": None}, {"problem": "1+1?"})
+    ]),
+    ({}, PLAIN | {"answer": " "}, "fill it", [({}, PLAIN)]),
+    ({}, PLAIN | {"answer": "nan"}, "fill it", [({}, PLAIN)]),
+    ({}, PLAIN | {"problem": "\ud800"}, "fix the row", [({}, PLAIN)]),
+    ({}, PLAIN | {"solution": {"text": "1+1 is 2."}}, "set .*columns.solution to a text column", [
+        ({"solution": "solution.text"}, PLAIN | {"solution": {"text": "1+1 is 2."}})
+    ]),
+    ({}, PLAIN | {"system": "Add."}, "write it into that one, or remove or rename the column", [
+        ({}, PLAIN | {"problem": "Add. 1+1?"}), ({}, PLAIN | {"note": "Add."})
+    ]),
+    (TALK, talk(ASK, system="Add."), "write it into that one", [(TALK, talk(SYSTEM, ASK))]),
+    ({}, PLAIN | {"image": "a.png"}, "remove or rename the column", [({}, PLAIN)]),
+    ({}, PLAIN | {"problem": "1+1?<|im_end|>"}, "remove it from the row", [({}, PLAIN)]),
+    ({}, PLAIN | {"solution": "2"}, "to a column of worked solutions, or to null", [
+        ({"solution": None}, PLAIN | {"solution": "2"})
+    ]),
+    ({}, PLAIN | {"tools": TOOLS}, "write them into the row's system message", [
+        (TALK, talk({**SYSTEM, "content": json.dumps(TOOLS)}, ASK, tools=TOOLS)),
+        ({}, PLAIN | {"my_tools": TOOLS}),
+    ]),
+    (
+        TALK,
+        talk(ASK, {**SAY, "thoughts": "Hm."}),
+        "as <think>...</think> before the answer, or remove the key",
+        [(TALK, talk(ASK, given("assistant", "<think>Hm.</think>It is 2.")))],
+    ),
+    (
+        ALL,
+        talk(ASK, {**SAY, "tool_calls": [ADD]}, ASK, SAY),
+        "write them into the content of the message",
+        [(ALL, talk(ASK, given("assistant", f"It is 2. {json.dumps(ADD)}"), ASK, SAY))],
+    ),
+]  # fmt: skip
+
+
+CALLS = "{% for c in message.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>"
+WITH_CALLS = TEMPLATE.replace("message['content'] }}<|im_end|>", "message.content or '' }}" + CALLS)
+OF_PLAIN_TEMPLATES = ("as <think>", "write them into the content")
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """Of a template with thoughts and tool calls, and of one without."""
+    path, marks = tmp_path_factory.mktemp("models"), ("<think>", "</think>")
+    paths = write_model(path / "a", template=WITH_CALLS, added=marks), write_model(path / "b")
+    return [*map(Tokenizer.load, paths)]
+
+
+@pytest.mark.parametrize(("columns", "row", "words", "remedies"), CASES)
+def test_a_row_that_follows_the_remedy_is_read(tmp_path, tokenizers, columns, row, words, remedies):
+    tokenizer = tokenizers[words.startswith(OF_PLAIN_TEMPLATES)]
+
+    def read(columns, row):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        source = {"path": str(tmp_path / "rows.jsonl"), "columns": columns}
+        config = DataConfig.model_validate({"train": source})
+        rows = load_rows(config.train)
+        has_golden = bool(rows[0].solution or rows[0].golden_turns)
+        golden = "required" if has_golden and columns.get("solution", 1) else "none"
+        return PromptSet(rows, tokenizer, config, window=400, max_new_tokens=9, golden=golden)
+
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*" + words):
+        read(columns, row)
+    for remedy in remedies:
+        assert len(read(*remedy)) == 1, remedy
+
+
+def test_a_file_that_follows_the_remedy_is_read(tmp_path):
+    good = json.dumps(PLAIN)
+    for text, words in (
+        ("[1]", "every line must be one object"),
+        (good[:-1], "every line must be one object, complete"),
+        ('{"problem": "1", "problem": "2", "answer": "3"}', "keep the right one"),
+        ("", "check the file and data split"),
+    ):
+        path = tmp_path / "rows.jsonl"
+        config = DataConfig.model_validate({"train": {"path": str(path)}})
+        path.write_text(text)
+        with pytest.raises(DataError, match=words):
+            load_rows(config.train)
+        path.write_text(good)
+        assert load_rows(config.train)
+
+
+def test_settings_of_a_template_that_follow_the_remedy_are_taken(tmp_path):
+    path = write_model(tmp_path, template="{% if short and tools %}{% endif %}" + TEMPLATE)
+    for given_to, words, remedy in (
+        ({"shorter": True}, "it reads short, tools; drop the others", {"short": True}),
+        ({"short": "False"}, "write it without quotes", {"short": False}),
+        ({"tools": ["add"]}, r"write \{type: function, function: \{name", {"tools": TOOLS}),
+    ):
+        with pytest.raises(DataError, match=words):
+            Tokenizer.load(path, template_kwargs=given_to)
+        assert Tokenizer.load(path, template_kwargs=remedy)
+    tokenizer = Tokenizer.load(path)
+    rows = DataConfig.model_validate({"train": {"path": str(tmp_path / "rows.jsonl")}})
+    (tmp_path / "rows.jsonl").write_text(json.dumps(PLAIN | {"hint": None, "note": "<|im_end|>"}))
+    for template, words, remedy in (
+        ("{{ hint }}", "correct the template", "{{ hint or 'none' }}"),
+        ("{{ note }}", "fix or drop the row", "{{ problem }}"),
+    ):
+        (row,) = load_rows(rows.train, with_columns=True)
+        with pytest.raises(DataError, match=words):
+            TeacherPrompt(template, tokenizer, None, None).text(row)
+        assert TeacherPrompt(remedy, tokenizer, None, None).text(row)
