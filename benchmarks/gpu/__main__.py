@@ -77,9 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _still_valid(
-    before: Mapping[str, PartResult], environment: PartResult
-) -> Mapping[str, PartResult]:
+def _still_valid(before: dict[str, PartResult], environment: PartResult) -> dict[str, PartResult]:
     """The results from before, none if they are of other versions: a table has one environment."""
     old = before.get(environment.name)
     if old is None or versions_of(old) == versions_of(environment):

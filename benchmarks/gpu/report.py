@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -22,7 +22,7 @@ def write_results(results: Sequence[PartResult], folder: Path, device: str) -> N
     (folder / MARKDOWN_FILE).write_text(markdown(results, device))
 
 
-def read_results(folder: Path, device: str) -> Mapping[str, PartResult]:
+def read_results(folder: Path, device: str) -> dict[str, PartResult]:
     """What earlier calls left in the folder, by part; nothing of another device."""
     file = folder / JSON_FILE
     if not file.is_file():

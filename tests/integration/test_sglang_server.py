@@ -137,13 +137,14 @@ def test_it_shows_the_values_of_a_parameter(server, chunks, tmp_path, name):
 
     assert "every value is the same" in compared()
     changed = [p for n, p in chunks[0].named_parameters() if n.startswith("decoder.layers.1.")]
+    before = [parameter.detach().clone() for parameter in changed]
     with torch.no_grad():
         for parameter in changed:
             parameter.flatten()[3] += 1
     found = compared()
     with torch.no_grad():
-        for parameter in changed:
-            parameter.flatten()[3] -= 1
+        for parameter, old in zip(changed, before, strict=True):
+            parameter.copy_(old)
     assert " 1 of " in found or " 3 of " in found, found
     assert "values differ, the first at [0, 3]; there the trainer has " in found
     (file,) = tmp_path.glob("*.safetensors")

@@ -166,17 +166,16 @@ def _recorded(utils: Any) -> Iterator[list[logging.LogRecord]]:
     """What Transformer Engine logs of its choice, which is not printed meanwhile."""
     logger, recorder = logging.getLogger(_LOGGER), _Recorder()
     settings = getattr(utils, "AttentionLogging", None)
-    before = settings and settings._log_level, logger.level, logger.propagate
+    before = settings and settings._log_level, logger.level, logger.propagate, logger.handlers
     if settings is not None:  # it sets the logger's level anew in each choice
         settings._log_level = logging.DEBUG
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
-    logger.addHandler(recorder)
+    logger.handlers = [recorder]
     try:
         yield recorder.records
     finally:
-        logger.removeHandler(recorder)
         if settings is not None:
             settings._log_level = before[0]
         logger.setLevel(before[1])
-        logger.propagate = before[2]
+        logger.propagate, logger.handlers = before[2], before[3]
