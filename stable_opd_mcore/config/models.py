@@ -50,17 +50,15 @@ class LoraConfig(Section):
     alpha: float = Field(default=32.0, gt=0)
     """The product of the factors is multiplied by alpha / rank before it is added to the matrix."""
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead (PEFT's `use_rslora`)."""
+    """Divide alpha by the root of the rank instead."""
     expert_rank: PositiveInt | None = None
     """Rank of the factors of experts' matrices, whose product is multiplied by alpha / expert_rank.
     `null`: `rank`."""
     matrices: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """The matrices that have factors, by the ends of their Hugging Face names, as in PEFT's
-    `target_modules`: `[q_proj, v_proj]`; `experts.down_proj` is only the experts'. `null`: all."""
+    """Only matrices with these ends of names: `[q_proj, experts.down_proj]`. `null`: all."""
     path: str | None = None
-    """Directory of an adapter that PEFT has saved, to start from; `rank`, `alpha`, `rslora` and
-    `matrices` must be the adapter's. `null`: new factors, which change nothing before the first
-    update."""
+    """Directory of an adapter that PEFT has saved, to start from; the settings above must be its.
+    `null`: new factors, which change nothing before the first update."""
 
     def rank_of(self, is_expert: bool) -> int:
         """Rank of the factors of an expert's matrix, or of any other."""
@@ -75,9 +73,8 @@ class StudentConfig(ModelConfig):
     """The model that is trained."""
 
     lora: LoraConfig | None = None
-    """Train only a pair of low-rank factors for each matrix of the layers (queries, keys, values,
-    output, gate, up and down, and those of experts and gated delta nets), or for some of them; all
-    other weights are frozen. `null`: all weights are trained."""
+    """Train only a pair of low-rank factors for each matrix of attention, MLPs, experts and gated
+    delta nets; all other weights are frozen. `null`: all weights are trained."""
 
 
 SELF = "self"  # teacher.path of a student that is its own teacher

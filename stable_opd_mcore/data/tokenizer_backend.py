@@ -116,6 +116,7 @@ def save_backend(
     file = directory / "tokenizer_config.json"
     fields = {k: v for k, v in _json(file).items() if k not in ("is_local", "local_files_only")}
     fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    fields["additional_special_tokens"] = fields.pop("extra_special_tokens", [])  # the older key
     file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
