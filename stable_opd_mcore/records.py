@@ -205,7 +205,9 @@ class Rollout(_WithArrays):
     teacher_scores: SequenceScores | None = None  # None: no server has scored it
     turns: tuple[Turn, ...] = ()  # L tokens together, in order; not given: one turn
     seed: int | None = None  # of its environment's world; None: it has no environment
-    metrics: Mapping[str, float] = field(default_factory=dict)  # what its environment returned
+    metrics: Mapping[str, float] = field(
+        default_factory=dict[str, float]
+    )  # what its environment returned
 
     def __post_init__(self) -> None:
         super().__post_init__()

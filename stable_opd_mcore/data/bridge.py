@@ -327,13 +327,11 @@ class Bridge:
         replies = [message for message in new if message["role"] == "tool"]
         if not self._after_calls or not replies:
             return {}
-        made = [
-            {
-                **({"id": reply["tool_call_id"]} if "tool_call_id" in reply else {}),
-                "function": {"name": reply.get("name", "f"), "arguments": {}},
-            }
-            for reply in replies
-        ]
+        made: list[dict[str, Any]] = []
+        for reply in replies:
+            named = {"id": reply["tool_call_id"]} if "tool_call_id" in reply else {}
+            function: dict[str, Any] = {"name": reply.get("name", "f"), "arguments": {}}
+            made.append({**named, "function": function})
         return {"tool_calls": list(given or made)}
 
     def _require_names(self, new: Sequence[Message], calls: Mapping[str, Any]) -> None:

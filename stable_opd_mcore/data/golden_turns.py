@@ -27,6 +27,7 @@ def golden_parts(
     """Each turn of the assistant. A student that sampled these texts would observe the same."""
     parts: list[GoldenTurn] = []
     observed: Sequence[int] = ()
+    turn: Message = {}
     stop = tokenizer.stop_token_ids[:1]
     for of_assistant, group in groupby(turns, lambda turn: turn["role"] == "assistant"):
         if of_assistant:

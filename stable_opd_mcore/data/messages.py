@@ -134,7 +134,7 @@ def _turn(
     if role == "assistant":
         thoughts += [given.pop(key) for key in THOUGHT_KEYS if key in given]
     given = {**given, "content": content, **_thought(thoughts, place)}
-    known = {"role", "content"} | _MORE_KEYS.get(role, set())
+    known = {"role", "content"} | _MORE_KEYS.get(str(role), set[str]())
     if more := given.keys() - known:
         raise DataError(
             f"{place} has {', '.join(sorted(more))}; of a message of this role, only "
@@ -178,13 +178,14 @@ def _parts(content: object, place: str) -> tuple[object, list[object]]:
     texts: list[str] = []
     thoughts: list[object] = []
     for part in cast("list[Any]", content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
+        fields = cast("Mapping[str, Any]", part if isinstance(part, Mapping) else {})
+        kind = fields.get("type")
         if isinstance(part, str):
             texts.append(part)
-        elif kind in _TEXT_PARTS and isinstance(part.get("text"), str):
-            texts.append(part["text"])
+        elif kind in _TEXT_PARTS and isinstance(fields.get("text"), str):
+            texts.append(fields["text"])
         elif kind == "thinking":
-            thoughts.append(_parts(part.get("thinking"), place)[0])
+            thoughts.append(_parts(fields.get("thinking"), place)[0])
         else:
             raise DataError(
                 f"{place}: content has a part {part!r:.60}; only parts of text are read, "
@@ -220,6 +221,8 @@ def _calls(value: object, place: str) -> list[Mapping[str, Any]]:
     calls: list[Mapping[str, Any]] = []
     value = _from_json(value)
     for call in cast("list[Any]", value if isinstance(value, list) else [value]):
+        name: Any
+        arguments: Any
         try:
             name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments

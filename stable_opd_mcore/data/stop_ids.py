@@ -1,8 +1,9 @@
 """Which ids end a response, and the files that say so."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.json_files import read_json_object
@@ -10,7 +11,7 @@ from stable_opd_mcore.host.json_files import read_json_object
 GENERATION = "generation_config.json"
 
 
-class Tokenizer(Protocol):
+class Vocabulary(Protocol):
     """What is read of a tokenizer (chat.py)."""
 
     path: str
@@ -18,7 +19,7 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    @property
+    @cached_property
     def turn_end_id(self) -> int | None: ...
 
     @property
@@ -26,7 +27,7 @@ class Tokenizer(Protocol):
 
 
 def resolve_stop_ids(
-    model_dir: str | Path | None, tokenizer: Tokenizer, override: Sequence[int] | None = None
+    model_dir: str | Path | None, tokenizer: Vocabulary, override: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Every id that ends a response; generation stops on all of them.
 
@@ -53,7 +54,7 @@ def resolve_stop_ids(
     return ids
 
 
-def stop_sources(model_dir: str | Path | None, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]]:
+def stop_sources(model_dir: str | Path | None, tokenizer: Vocabulary) -> dict[str, tuple[int, ...]]:
     """The ids that each source names as the end of a response, in the order of `resolve_stop_ids`.
 
     Raises:
@@ -70,10 +71,11 @@ def _eos_of(path: Path) -> tuple[int, ...]:
     if not path.is_file():
         return ()
     record = read_json_object(path)
-    text = record.get("text_config")  # a model with vision keeps the decoder's settings here
-    own = text.get("eos_token_id") if isinstance(text, dict) else None
-    eos = own if record.get("eos_token_id") is None else record["eos_token_id"]
-    ids = eos if isinstance(eos, list) else [eos]
+    text: Any = record.get("text_config")  # a model with vision keeps the decoder's settings here
+    inner = cast("dict[str, Any]", text if isinstance(text, dict) else {})
+    eos: Any = record.get("eos_token_id")
+    eos = inner.get("eos_token_id") if eos is None else eos
+    ids = cast("list[Any]", eos) if isinstance(eos, list) else [eos]
     if not all(token is None or type(token) is int for token in ids):
         raise DataError(
             f"{path}: eos_token_id is {eos!s:.80}; expected an id or a list of ids; correct it"

@@ -232,7 +232,7 @@ def _message(given: object, roles: Sequence[str]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     more = _MORE_KEYS.get(role, set()) if isinstance(role, str) else set[str]()
     if isinstance(content, list | tuple):  # parts of OpenAI's form
-        texts = [each.get("text") for each in content if isinstance(each, Mapping)]
+        texts: list[Any] = [each.get("text") for each in content if isinstance(each, Mapping)]
         are_texts = len(texts) == len(content) and all(isinstance(each, str) for each in texts)
         content = "".join(texts) if are_texts else None
     calls = message.get("tool_calls")

@@ -36,7 +36,8 @@ def read_settings(directory: Path) -> dict[str, Any]:
         raise UserError(f"{file}: no such file; give a directory that PEFT has saved")
     fields = read_json_object(file)
     refuse_values(file, fields, MERGED_SETTINGS)
-    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    rank: Any = fields.get("r")
+    alpha: Any = fields.get("lora_alpha")
     if type(rank) is not int or type(alpha) not in (int, float) or min(rank, alpha) <= 0:
         raise UserError(f"{file}: r={rank!r} and lora_alpha={alpha!r} should be positive numbers")
     for key in ("rank_pattern", "alpha_pattern"):
