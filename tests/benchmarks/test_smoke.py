@@ -35,7 +35,7 @@ PRINTS = {
     "alfworld.games": r"tokens in ",
     "control_plane": r"\| 4 x 64 over 2 \|.*\| 0 \|\n(.|\n)*top 0 and two stop ids: \d",
     "fp8": r"\| qwen2, random \| all three \| blockwise \| 0\.\d",
-    "gpu": r"environment +ok",
+    "gpu": r"environment +gates +ok",
     "loss": r"(?s)│ ours +│ +\d.*│ ours, opd +│ +\d.*│ plain torch +│ +\d.*│ gemms +│ +\d",
     "plan_memory": r"\| 128, 2 \| TP1 x PP1 x CP1 x DP1 \| \d+ \| -?\d+ \|",
     "real_lm.pair": r"^$",

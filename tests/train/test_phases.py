@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.training import MemoryConfig
 from stable_opd_mcore.errors import ConfigError
@@ -134,7 +135,7 @@ def test_a_part_that_does_not_exist_is_refused(tmp_path):
     grpo = {"objective": {"name": "grpo"}, **ALONE}
     config = tiny_config(tmp_path, "x", memory={"offload": ["frozen"]}, **grpo)
     with pytest.raises(ConfigError, match=r"`frozen`.*objective.name=grpo.*leave it out"):
-        loop.train(config, show_progress=False)
+        train(config, show_progress=False)
     stop_world()
     with pytest.raises(ConfigError, match=r"`student`.*rollout.engine=embedded.*leave it out"):
         tiny_config(tmp_path, "x", memory={"offload": ["student"]})

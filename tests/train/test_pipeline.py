@@ -88,7 +88,7 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch):
     written = {key for row in read_metrics(RunDirectory(run).metrics) for key in row}
     others = ("engine/", "moe/", "environment/")  # rollout servers, experts, environments
     others += ("perf/staleness_",)  # rollouts that lag
-    of_episodes = re.compile("_turn_|/turns_|/episode_|/repeated_turn")
+    of_episodes = re.compile("_turn_|/turns_|/episode_|/repeated_turn|/ending_")
     unwritten = {
         key
         for key in NAMES.keys() - written

@@ -14,6 +14,7 @@ from stable_opd_mcore.commands.evaluate.evaluate import evaluate_config
 from stable_opd_mcore.commands.evaluate.evaluated_model import evaluation_config
 from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.train import held_out
 from stable_opd_mcore.train.oversight.signals import Stopped
 from tests.parallel.launch import run_ranks
 from tests.train.runs import problems, tiny_config
@@ -69,7 +70,7 @@ def kill():
 
 
 def evaluate_in_all_forms(rank: int, world_size: int, home: Path) -> None:
-    evaluation.SAMPLES_PER_PART = 6  # three problems
+    held_out.SAMPLES_PER_PART = 6  # three problems
     train_two_steps(home)
     run = home / "run"
     lines: list[str] = []
@@ -135,7 +136,7 @@ def test_run_model_and_checkpoint_give_the_same_numbers_and_a_restart_the_same_f
 
 
 def evaluate_on_ranks(rank: int, world_size: int, home: Path) -> None:
-    evaluation.SAMPLES_PER_PART = 6
+    held_out.SAMPLES_PER_PART = 6
     config = tiny_config(
         home,
         f"ranks_{world_size}",

@@ -66,7 +66,7 @@ def test_one_run(tmp_path):
     page = page_of(write_report([run], tmp_path / "out" / "report.html"))
     panels = sum(len(figure.panels) for figure in FIGURES) - 1  # kl/reference has no values
     assert page.count("div", **{"class": "plot"}) == panels
-    assert [len(figure) for figure in data_of(page)["figures"]] == [6, 9, 3, 4, 8, 3, 5, 6, 8]
+    assert [len(figure) for figure in data_of(page)["figures"]] == [6, 10, 3, 4, 8, 3, 5, 6, 8]
     assert page.count("div", **{"class": "legend"}) == 0
     assert page.elements.count(("h1", {})) == 1
     assert {"a-run", "Held-out accuracy", "aime24"} <= set(page.text)

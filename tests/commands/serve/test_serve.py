@@ -8,7 +8,7 @@ from stable_opd_mcore.commands.serve.serve import serve
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.errors import ConfigError
 
-CONFIG = Path(__file__).parents[2] / "configs/smoke_cpu.yaml"
+CONFIG = Path(__file__).parents[3] / "configs/smoke_cpu.yaml"
 EXTERNAL = ("rollout.sglang.placement=external", "rollout.sglang.urls=[http://host:1]")
 
 

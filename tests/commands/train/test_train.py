@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.train import loop
 from tests.parallel.launch import run_ranks
@@ -27,7 +28,7 @@ def refused_on_every_rank(rank: int, world_size: int, directory: str) -> None:
         contextlib.redirect_stderr(file),
         pytest.raises(ConfigError, match=r"found 3 errors[^$]*absent\.jsonl: no such file"),
     ):
-        loop.train(config)
+        train(config)
 
 
 def test_errors_of_the_checks_end_every_rank_before_a_model_is_built(tmp_path):
@@ -49,7 +50,7 @@ def reads_data_once(rank: int, world_size: int, directory: str) -> None:
 
     loop.build_run = build_run
     with contextlib.redirect_stderr(None), pytest.raises(Enough) as caught:
-        loop.train(tiny_config(directory, "run"))
+        train(tiny_config(directory, "run"))
     (inputs,) = caught.value.args
     assert ("prompts" in inputs.parts) is (rank == 0)
 
