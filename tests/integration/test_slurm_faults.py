@@ -58,7 +58,7 @@ def test_a_task_of_an_array_is_queued_again_without_the_others(cluster, tmp_path
         "#!/bin/bash\n#SBATCH --requeue\n"
         f"export LOG_DIR={tmp_path}/seed_$SLURM_ARRAY_TASK_ID-logs\n"
         'source "$SLURM_SUBMIT_DIR/slurm/common.sh"\n'
-        'run_on_cluster train "$@" "run.name=seed_$SLURM_ARRAY_TASK_ID"\n'
+        'run_on_cluster train "$@" "++run.name=seed_$SLURM_ARRAY_TASK_ID"\n'
     )
     first, last = Run(cluster, tmp_path, "seed_1"), Run(cluster, tmp_path, "seed_2")
     last.command[0] = str(script)
