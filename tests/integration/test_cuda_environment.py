@@ -34,7 +34,7 @@ ctypes.CDLL("libcudnn_graph.so.9")
 print(*{line.split()[-1] for line in open("/proc/self/maps") if "libcud" in line}, sep="\\n")
 """
 # Transformer Engine's own search. Without torch and its core library it is not imported further.
-ENGINE = "import transformer_engine.common as te; te._load_cuda_library('cudnn')"
+ENGINE = "import transformer_engine.common as engine; engine._load_cuda_library('cudnn')"
 
 
 @dataclass(frozen=True)
