@@ -240,7 +240,7 @@ def test_the_trainer_waits_for_every_server_of_a_node(cluster, tmp_path):
     settings = {
         "SERVER_NODES": "1",
         "SERVER_COMMAND": f"{sys.executable} {tmp_path}/one_of_two.py",
-        "SERVER_TIMEOUT": "3",
+        "SERVER_TIMEOUT": "15",
     }
     job = run.submit("rollout.sglang.num_servers=2", options=("--nodes=2",), settings=settings)
     cluster.wait(job, {"FAILED"}, PATIENCE_SECONDS)
