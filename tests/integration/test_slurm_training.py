@@ -222,7 +222,7 @@ def test_the_script_samples_and_evaluates_on_the_trainers_gpus(cluster, tmp_path
 ONE_OF_TWO = """
 import http.server, sys
 
-settings = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+settings = dict(argument.lstrip("+").split("=", 1) for argument in sys.argv[1:] if "=" in argument)
 address = (settings["rollout.sglang.host"], int(settings["rollout.sglang.port"]))
 
 class Healthy(http.server.BaseHTTPRequestHandler):
@@ -240,7 +240,7 @@ def test_the_trainer_waits_for_every_server_of_a_node(cluster, tmp_path):
     settings = {
         "SERVER_NODES": "1",
         "SERVER_COMMAND": f"{sys.executable} {tmp_path}/one_of_two.py",
-        "SERVER_TIMEOUT": "15",
+        "SERVER_TIMEOUT": "10",
     }
     job = run.submit("rollout.sglang.num_servers=2", options=("--nodes=2",), settings=settings)
     cluster.wait(job, {"FAILED"}, PATIENCE_SECONDS)
