@@ -5,9 +5,8 @@ One frozen record, computed from nodes, GPUs a node, the config and the student.
 GPU id. A GPU is named by its node and its local id. Needs no torch and no GPU.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
@@ -67,64 +66,6 @@ class Topology:
         """The servers that answer the prompts of a data-parallel (times context) rank."""
         return tuple(server for server in self.servers if data_rank in server.data_ranks)
 
-    def as_json(self) -> str:
-        layout = asdict(self.layout) | {"data": self.layout.data}
-        return json.dumps(asdict(self) | {"layout": layout}, indent=1)
-
-    def as_shell(self) -> str:
-        """`lines` as comments, and the assignments that the Slurm scripts read."""
-        comments = [f"# {line}" for line in self.lines()]
-        numbers = f"SERVERS_PER_NODE={self.servers_per_node}", f"SERVER_TENSOR={self.tensor}"
-        return "\n".join([*comments, *numbers])
-
-    def places(self, hosts: Sequence[str] = ()) -> list[str]:
-        """One line a node: the GPUs of its data-parallel ranks and of its servers.
-
-        `hosts` names the nodes, the trainer's first; without them nodes have numbers.
-        """
-        number = self.nodes + self.server_nodes
-        if hosts and len(hosts) != number:
-            raise UserError(
-                f"--hosts names {_count(len(hosts), 'node')}, but the run has {number}: name each "
-                "of its nodes once"
-            )
-        names = list(hosts) or [f"node {node}" for node in range(number)]
-        held: list[list[str]] = [[] for _ in names]
-        for rank in range(self.layout.gradient_ranks):
-            places = replica_gpus(self.layout, self.gpus_per_node, rank)
-            for node in dict.fromkeys(node for node, _ in places):
-                gpus = [gpu for other, gpu in places if other == node]
-                held[node].append(f"data rank {rank} on {_gpus(gpus)}")
-        for server in self.servers:
-            if server.node < number:  # else an address, which `lines` counts
-                ranks = ", ".join(map(str, server.data_ranks))
-                held[server.node].append(
-                    f"{server.name} on {_gpus(server.gpus)} for data rank {ranks}"
-                )
-        return [f"{name}: {'; '.join(what)}" for name, what in zip(names, held, strict=True)]
-
-    def lines(self) -> list[str]:
-        """What a person reads: the trainer's line and the servers' line."""
-        trainer = f"trainer: {_count(self.nodes, 'node')} x {_count(self.gpus_per_node, 'GPU')}"
-        lines = [f"{trainer}, {self.layout}"]
-        if not self.servers:
-            return [*lines, "servers: none"]
-        where = {
-            "colocated": "the trainer's GPUs",
-            "disaggregated": "other GPUs of the trainer's machine",
-            "external": _count(self.server_nodes, "node") + " of their own",
-        }[self.placement or "external"]
-        servers = f"servers: {len(self.servers)} of tensor {self.tensor} on {where}"
-        if self.server_nodes or self.nodes > 1:
-            servers += f", {self.servers_per_node} a node"
-        ranks = len(self.servers[0].data_ranks)
-        each = len(self.servers_of(0))
-        if ranks == 1:
-            share = f"{each} for each of {self.layout.gradient_ranks} data-parallel ranks"
-        else:
-            share = f"{each} shared by {ranks} data-parallel ranks"
-        return [*lines, f"{servers}; {share}"]
-
 
 def derive_topology(
     config: Config,
@@ -155,7 +96,7 @@ def derive_topology(
     gpus = cluster.spare_gpus if placement == "disaggregated" else gpus_per_node
     if not gpus and memory_gib is not None:
         raise UserError(
-            f"rollout.sglang.placement=disaggregated: all {_count(gpus_per_node, 'GPU')} of the "
+            f"rollout.sglang.placement=disaggregated: all {counted(gpus_per_node, 'GPU')} of the "
             "machine train, and none is left for servers: start fewer ranks, set "
             "rollout.sglang.placement=colocated, or give servers nodes (SERVER_NODES)"
         )
@@ -212,11 +153,11 @@ def machine_servers(
             tensor = tensor if _not_divided(architecture, group, role) else group
     count = count or gpus // tensor
     if gpus != count * tensor:
-        given = f"{_count(count, 'server')} of {_count(tensor, 'GPU')}"
+        given = f"{counted(count, 'server')} of {counted(tensor, 'GPU')}"
         many = count * tensor - gpus
         what = f"{many} too many" if many > 0 else f"{-many} would be idle"
         raise UserError(
-            f"rollout.sglang.num_servers and tensor: {given} on the {_count(gpus, 'GPU')} that a "
+            f"rollout.sglang.num_servers and tensor: {given} on the {counted(gpus, 'GPU')} that a "
             f"machine has for servers: {what}. Set both to null, or so that their product is {gpus}"
         )
     refused = _not_divided(architecture, tensor, role)
@@ -296,7 +237,7 @@ def smallest_tensor(
     largest = max(sizes, default=0)
     raise UserError(
         f"the {role}'s {dtype} weights take {weights_gib:.1f} GiB, and the largest {placement} "
-        f"server, on {_count(largest, 'GPU')}, has {largest * room_gib:.1f} GiB for them: use "
+        f"server, on {counted(largest, 'GPU')}, has {largest * room_gib:.1f} GiB for them: use "
         "server nodes (SERVER_NODES) or GPUs with more memory, or, with a smaller KV cache, "
         f"rollout.sglang.tensor={largest}"
     )
@@ -364,7 +305,7 @@ def _as_many_as(blocks: Sequence[_Block], count: int, data_ranks: int) -> list[_
         return list(blocks)
     if count < data_ranks:
         raise UserError(
-            f"rollout.sglang.num_servers: {_count(count, 'colocated server')} for {data_ranks} "
+            f"rollout.sglang.num_servers: {counted(count, 'colocated server')} for {data_ranks} "
             "data-parallel ranks, each of which starts and releases its own: set it to null"
         )
     return [(0, (), share) for share in ranks_of_servers(count, data_ranks)]
@@ -377,7 +318,7 @@ def _refuse_bare_gpus(
     bare = gpus - len(blocks) * tensor
     if bare:
         raise UserError(
-            f"colocated servers of {_count(tensor, 'GPU')} leave {bare} of {gpus} GPUs without a "
+            f"colocated servers of {counted(tensor, 'GPU')} leave {bare} of {gpus} GPUs without a "
             f"server ({layout}); a server needs neighbouring GPUs of one data-parallel rank on one "
             "node: give servers nodes of their own (SERVER_NODES), or lower parallel.pipeline or "
             "rollout.sglang.tensor"
@@ -398,9 +339,6 @@ def _not_divided(architecture: Architecture, tensor: int, role: str) -> str | No
     return None
 
 
-def _gpus(ids: Sequence[int]) -> str:
-    return f"GPUs {' '.join(map(str, sorted(ids)))}" if ids else "no GPU"
-
-
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 GPU", "2 GPUs"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from stable_opd_mcore.cli import app
 from stable_opd_mcore.commands.plan.planned_run import read_models
+from stable_opd_mcore.commands.plan.topology_text import places
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.placement.hardware import Cluster
@@ -188,18 +189,18 @@ def test_windows_that_servers_read_over_are_refused_until_no_position_leaves_the
 
 
 def test_places_name_the_gpus_of_ranks_and_servers_on_every_node():
-    assert topology("7b", 1, 0).places(["n1"]) == [
+    assert places(topology("7b", 1, 0), ["n1"]) == [
         "n1: data rank 0 on GPUs 0 1 2 3; data rank 1 on GPUs 4 5 6 7; "
         "server_0 on GPUs 0 1 2 3 for data rank 0; server_1 on GPUs 4 5 6 7 for data rank 1"
     ]
-    over_nodes = topology("32b", 2, 1, 8, "parallel.pipeline=2").places()
+    over_nodes = places(topology("32b", 2, 1, 8, "parallel.pipeline=2"))
     every = "data rank 0 on GPUs 0 1 2 3 4 5 6 7"
     assert over_nodes[:2] == [f"node 0: {every}", f"node 1: {every}"]
     assert over_nodes[2].startswith(
         "node 2: server_0 on GPUs 0 1 for data rank 0; server_1 on GPUs 2 3 for data rank 0"
     )
     with pytest.raises(UserError, match="--hosts names 1 node, but the run has 2"):
-        topology("7b", 2, 0).places(["n1"])
+        places(topology("7b", 2, 0), ["n1"])
 
 
 def test_a_cpu_has_no_idle_gpus():

@@ -80,12 +80,13 @@ def topology(
     if as_json and as_shell:
         raise UserError("--json and --shell are two forms of the output: leave one out")
     settings = load_config(config, overrides or [])
+    from stable_opd_mcore.commands.plan import topology_text
     from stable_opd_mcore.commands.plan.planned_run import plan_topology
     from stable_opd_mcore.placement.hardware import Cluster
 
     derived = plan_topology(settings, Cluster(nodes, gpus_per_node, server_nodes), gpu)
     if as_json or as_shell:
-        typer.echo(derived.as_json() if as_json else derived.as_shell())
+        typer.echo(topology_text.as_json(derived) if as_json else topology_text.as_shell(derived))
     else:
-        places = derived.places(hosts.split(",") if hosts else ())
-        typer.echo("\n".join([*derived.lines(), *places]))
+        places = topology_text.places(derived, hosts.split(",") if hosts else ())
+        typer.echo("\n".join([*topology_text.lines(derived), *places]))

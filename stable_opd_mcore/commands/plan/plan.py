@@ -19,6 +19,7 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.table import Table
 
+from stable_opd_mcore.commands.plan import topology_text
 from stable_opd_mcore.commands.plan.memory import (
     PHASES,
     MemoryPlan,
@@ -145,7 +146,7 @@ class Plan:
             advice = "no train.micro_batch_tokens fits" if can_fit else f"take {self.remedy}"
         seconds = "  ".join(f"{k} {v:.0f}" for k, v in asdict(self.seconds).items())
         lines = [
-            *run.topology.lines(),
+            *topology_text.lines(run.topology),
             _render(memory),
             f"{verdict}: {usable}; {advice}",
             self.choice.line(),
