@@ -18,13 +18,11 @@ from stable_opd_mcore.placement.layout import layout_of, refuse_layout
 
 
 def plan_of(inputs: RunInputs) -> Plan | None:
-    """Memory by `stable-opd plan`, computed once; None where the GPU or its memory is not known."""
+    """The plan of `stable-opd plan`; None where the GPU or its memory is not known."""
     place = inputs.place
     if place is None or place.gpu not in DEVICES:
         return None
-    if "plan" not in inputs.parts:
-        inputs.parts["plan"] = make_plan(inputs.config, place.cluster, place.gpu)
-    return inputs.parts["plan"]
+    return make_plan(inputs.config, place.cluster, place.gpu)
 
 
 def layout(inputs: RunInputs) -> None:
