@@ -51,10 +51,11 @@ class TensorBoardSink:
 
 class RunSink:
     """A run of a package with the interface of Weights & Biases: `init` gives a run, which has
-    `log` and `finish`. A subclass opens the run."""
+    `log` and `finish`. A subclass opens the run; then its id is kept."""
 
-    def __init__(self, run: Any):
+    def __init__(self, run: Any, path: Path, name: str):
         self._run = run
+        write_atomically(path, f"{name}\n".encode())
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -88,8 +89,7 @@ class WandbSink(RunSink):
                 f"Weights & Biases refuses the run: {error}. Log in with `wandb login`, set "
                 "WANDB_MODE=offline, or set monitoring.wandb=false"
             ) from error
-        super().__init__(run)
-        write_atomically(path, f"{name}\n".encode())
+        super().__init__(run, path, name)
 
 
 class TrackioSink(RunSink):
@@ -118,8 +118,7 @@ class TrackioSink(RunSink):
                 f"Trackio refuses the run: {error}. Change its TRACKIO_* variables, or set "
                 "monitoring.trackio=false"
             ) from error
-        super().__init__(run)
-        write_atomically(path, f"{name}\n".encode())
+        super().__init__(run, path, name)
 
 
 class SwanlabSink(RunSink):
@@ -149,8 +148,7 @@ class SwanlabSink(RunSink):
                 f"SwanLab refuses the run: {error}. Set SWANLAB_API_KEY or SWANLAB_MODE=offline, "
                 "or set monitoring.swanlab=false"
             ) from error
-        super().__init__(run)
-        write_atomically(path, f"{name}\n".encode())
+        super().__init__(run, path, name)
 
 
 class MlflowSink:
