@@ -93,7 +93,7 @@ class Place:
         return linux | python | implementation | {"platform_machine": self.machine}
 
     def tags(self, glibc: int) -> frozenset[Tag]:
-        """Of the wheels that pip takes here."""
+        """The tags of the wheels that pip installs here."""
         version = [int(part) for part in self.python.split(".")]
         linux = [f"manylinux_2_{minor}" for minor in range(glibc, 4, -1)]
         linux += ["manylinux2014", "manylinux2010", "manylinux1", "linux"]

@@ -1,10 +1,10 @@
-"""On-policy distillation from nothing, in one loop: `python docs/examples/tutorial.py`.
+"""On-policy distillation in one loop. `python docs/examples/tutorial.py` takes a minute on a CPU.
 
-The student samples solutions, the teacher scores every token of them, the student learns from the
-scores. Two tiny models, generated arithmetic, a minute on a CPU, the parts of the trainer: real
-Megatron models, the engine that samples, the packing. Not here: more than one rank, the fused loss
-(losses/fused.py computes the same without [N, V] logits), checkpoints, the guard.
-`stable_opd_mcore/train/step.py` is this loop for a cluster.
+The student samples solutions to generated arithmetic. The teacher scores every token of them. The
+student learns from the scores. The models, the engine that samples and the packing are the
+trainer's own; the loss is written out here, on logits [N, V]. losses/fused.py computes the same
+without them, and train/step.py is this loop for a cluster. Not here: more than one rank,
+checkpoints, the guard.
 
 N sampled tokens of a micro-batch, V ids of the vocabulary, B samples.
 """

@@ -45,11 +45,11 @@ class MonitoringConfig(Section):
     """Write to Weights & Biases; needs the wandb package. Its own variables name the account, the
     project (WANDB_PROJECT) and more: docs/monitoring.md."""
     trackio: bool = False
-    """Write to Trackio, on this machine unless its own variables name a Space or a server; needs
-    the trackio package: docs/monitoring.md."""
+    """Write to Trackio; needs the trackio package. It writes on this machine unless Trackio's
+    environment variables name a Space or a server: docs/monitoring.md."""
     swanlab: bool = False
-    """Write to SwanLab; needs the swanlab package. Its own variables name the account and the
-    project: docs/monitoring.md."""
+    """Write to SwanLab; needs the swanlab package. SwanLab's environment variables name the account
+    and the project: docs/monitoring.md."""
     mlflow: str | None = None
     """Address of an MLflow server or database to write to, such as http://HOST:5000 or
     sqlite:///mlflow.db; needs the mlflow package. `null`: none."""

@@ -195,7 +195,7 @@ def _parts(content: object, place: str) -> tuple[object, list[object]]:
 
 
 def _thought(given: Sequence[object], place: str) -> dict[str, str]:
-    """The one thought of a message, by its key here; {} where all are empty."""
+    """A message's thought under the key THOUGHT; {} if all given ones are empty."""
     texts: list[str] = []
     for each in given:
         if not isinstance(each, str):

@@ -54,7 +54,7 @@ def holds_schemas(text: str, tools: Sequence[Tool]) -> bool:
 
 
 def refuse_unnamed(tools: Sequence[Tool], text: str, row_id: str, path: str) -> None:
-    """Raise a DataError for tools that a prompt of the chat template in `path` does not name."""
+    """Raise a DataError if a prompt does not name all tools. `path` has the chat template."""
     unnamed = [
         name
         for name in tool_names(tools)

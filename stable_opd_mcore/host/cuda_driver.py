@@ -55,7 +55,7 @@ def find_driver() -> Driver | None:
 
 
 def unusable_gpus(driver: Driver, torch: str, torch_cuda: str, reason: str) -> str:
-    """One line on GPUs that torch cannot use: both releases, and the remedy.
+    """A line that says why torch cannot use the GPUs: both releases, and the remedy.
 
     Args:
         torch, torch_cuda: torch's version, and the CUDA release that it is built for.

@@ -160,7 +160,7 @@ OF_PLAIN_TEMPLATES = ("as <think>", "write them into the content")
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """Of a template with thoughts and tool calls, and of one without."""
+    """One whose template takes thoughts and tool calls, and one whose template takes neither."""
     path, marks = tmp_path_factory.mktemp("models"), ("<think>", "</think>")
     paths = write_model(path / "a", template=WITH_CALLS, added=marks), write_model(path / "b")
     return [*map(Tokenizer.load, paths)]

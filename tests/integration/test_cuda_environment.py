@@ -109,7 +109,7 @@ def test_the_trainer_loads_its_own_libraries(shell, installed):
     """Started by hand: no launcher sets anything."""
     environment = installed.shell(shell) | {
         "PYTHONPATH": str(Path.cwd()),
-        "NVTE_PROJECT_BUILDING": "1",  # its import alone loads nothing
+        "NVTE_PROJECT_BUILDING": "1",  # the import then loads nothing by itself
     }
     code = f"import stable_opd_mcore\n{ENGINE}\n{MAPPED}"
     files = own_files(installed, installed.run(environment, installed.python, "-c", code))

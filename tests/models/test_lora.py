@@ -142,7 +142,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_factors_compute_what_the_merged_matrices_do(model_type, recompute, world: World) -> None:
-    """Of all matrices, and with recompute of some: of these in rsLoRA."""
+    """Without recompute all matrices have factors; with it some have, on rsLoRA's scale."""
     architecture = tiny.architecture(model_type)
     lora = LORA if recompute == "none" else of_some_matrices(architecture)
     pairs = random_pairs(architecture, lora)

@@ -116,7 +116,7 @@ def _common_faults(
 
 
 def compiler_faults(python: str, cuda: str) -> Faults:
-    """What this machine lacks to compile the kernels of its servers, which they do as they start.
+    """What this machine lacks to compile kernels. Servers compile theirs as they start.
 
     SGLang looks for the CUDA toolkit at CUDA_HOME or CUDA_PATH, around the nvcc in PATH, or in
     /usr/local/cuda; for ninja next to its interpreter (serving/command.py), then in PATH.

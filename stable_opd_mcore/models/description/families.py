@@ -36,8 +36,9 @@ class Family:
     rotary_share: float = 1.0  # rotated share of a head's elements, if config.json gives none
     stretched: bool = False  # transformers stretches the window if rope_parameters are absent
     delta_nets: bool = False  # layers of type linear_attention have a gated delta net instead
-    # Which layers read only the last tokens, by config.json. typed: by layer_types. switched: by
-    # these or max_window_layers, if use_sliding_window is true. all: all, if there is a window
+    # How config.json says which layers read only the last tokens. typed: layer_types names them.
+    # switched: layer_types or max_window_layers name them, once use_sliding_window is true.
+    # all: every layer does if sliding_window is set.
     sliding_windows: Literal["typed", "switched", "all"] | None = None
     attention_bias: bool = False  # config.json's attention_bias gives q, k, v and output a bias
     sinks: bool = False  # each head has a sink (models/layers/attention_sinks.py)

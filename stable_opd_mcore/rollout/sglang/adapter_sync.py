@@ -216,7 +216,7 @@ class FactorSender:
 
 
 def _without_rslora(lora: LoraConfig) -> LoraConfig:
-    """The same scale in SGLang's form, which divides alpha by the rank."""
+    """Settings with the same scale but without rsLoRA: SGLang divides alpha by the rank."""
     alpha = lora.scale(lora.rank) * lora.rank
     return lora.model_copy(update={"alpha": alpha, "rslora": False})
 

@@ -85,7 +85,7 @@ class Publisher:
     def __post_init__(self) -> None:
         self._num_pushes = 0
         self._tolerant = self.config.rollout.sglang.verify == "warn"
-        self._compared: set[tuple[str, str]] = set()  # servers, and parameters that differed there
+        self._compared: set[tuple[str, str]] = set()  # (server, parameter) that differed
         self._dtype: torch.dtype = getattr(torch, server_dtype(self.config))
         self._adapters: FactorSender | None = None
         if sends_adapter(self.config, architecture_of(self.chunks)):
