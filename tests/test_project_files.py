@@ -6,6 +6,8 @@ from pathlib import Path
 
 import yaml
 
+from stable_opd_mcore.host.torch_release import OLDEST_TORCH
+
 ROOT = Path(__file__).parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
@@ -23,3 +25,8 @@ def test_the_citation_names_the_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == VERSION
     assert citation["references"][0]["url"] == "https://arxiv.org/abs/2604.08527"
+
+
+def test_the_oldest_torch_that_runs_is_the_oldest_that_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"torch>={'.'.join(map(str, OLDEST_TORCH))}" in project["dependencies"]

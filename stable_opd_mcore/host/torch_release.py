@@ -4,11 +4,11 @@ pip and uv install one that fits. A container's, or one that another package has
 be older, and then fails somewhere in the middle of a run.
 """
 
-import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.releases import release_numbers
 
 OLDEST_TORCH = (2, 11)  # pyproject.toml's
 
@@ -24,8 +24,7 @@ def refuse_old_torch() -> None:
         found = version("torch")
     except PackageNotFoundError:
         found = "none"
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
-    if numbers < OLDEST_TORCH:
+    if release_numbers(found, 2) < OLDEST_TORCH:
         raise UserError(
             f"torch {found} in {sys.prefix}, but {needed} or later is needed: "
             f"{sys.executable} -m pip install 'torch>={needed}'"

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import secrets
 import signal
 import socket
@@ -26,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.releases import release_numbers
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import RefusedRequest, ServerFailure, SglangClient
 from stable_opd_mcore.serving.command import ServerOptions, launch_command, server_environment
@@ -44,11 +44,6 @@ class ServerStartError(UserError):
 
 class UnsupportedRelease(ServerStartError):
     """The server's SGLang is too old; starting it again cannot help."""
-
-
-def release_numbers(release: str) -> tuple[int, ...]:
-    """The first three numbers of a release of SGLang."""
-    return tuple(map(int, re.findall(r"\d+", release)[:3]))
 
 
 def check_release(release: str, where: str) -> None:

@@ -25,12 +25,13 @@ from benchmarks.gpu.part import Options
 from benchmarks.gpu.record import Record, Skipped
 from stable_opd_mcore.config.load import save_config
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.host.releases import release_numbers
 from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.monitoring.metric_sinks import read_metrics
 from stable_opd_mcore.rollout.sglang.server_setup import write_model_config
 from stable_opd_mcore.serving.client import SglangClient
 from stable_opd_mcore.serving.command import ServerOptions
-from stable_opd_mcore.serving.process import RELEASE, SglangServer, release_numbers
+from stable_opd_mcore.serving.process import RELEASE, SglangServer
 
 VOCAB = 515
 STEPS = 5

@@ -25,6 +25,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host import cuda_libraries
 from stable_opd_mcore.host.cuda_driver import Driver, find_driver, unusable_gpus
 from stable_opd_mcore.host.cuda_libraries import Report, read_report
+from stable_opd_mcore.host.releases import release_numbers
 from stable_opd_mcore.serving.command import ServerOptions, server_environment
 
 Faults = dict[str, str]  # kind of a fault -> its line
@@ -79,7 +80,7 @@ def _servers_report(python: str, colocated: bool) -> Report:
 
 def _server_faults(python: str, report: Report, driver: Driver | None) -> Iterator[tuple[str, str]]:
     yield from _common_faults("servers'", python, report, driver)
-    if report.glibc and _numbers(report.glibc) < _GLIBC:
+    if report.glibc and release_numbers(report.glibc, 2) < _GLIBC:
         needed = ".".join(map(str, _GLIBC))
         yield (
             "servers' glibc",
@@ -172,10 +173,6 @@ def _run(*command: str) -> tuple[int, str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return 1, str(error)
     return answer.returncode, answer.stderr + answer.stdout
-
-
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", release)[:2]))
 
 
 def main() -> int:
