@@ -11,7 +11,7 @@ from stable_opd_mcore.host.json_files import read_json_object
 GENERATION = "generation_config.json"
 
 
-class Vocabulary(Protocol):
+class SpecialTokens(Protocol):
     """What is read of a tokenizer (chat.py)."""
 
     path: str
@@ -27,7 +27,7 @@ class Vocabulary(Protocol):
 
 
 def resolve_stop_ids(
-    model_dir: str | Path | None, tokenizer: Vocabulary, override: Sequence[int] | None = None
+    model_dir: str | Path | None, tokenizer: SpecialTokens, override: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Every id that ends a response; generation stops on all of them.
 
@@ -54,7 +54,9 @@ def resolve_stop_ids(
     return ids
 
 
-def stop_sources(model_dir: str | Path | None, tokenizer: Vocabulary) -> dict[str, tuple[int, ...]]:
+def stop_sources(
+    model_dir: str | Path | None, tokenizer: SpecialTokens
+) -> dict[str, tuple[int, ...]]:
     """The ids that each source names as the end of a response, in the order of `resolve_stop_ids`.
 
     Raises:

@@ -25,7 +25,7 @@ _FUNCTION = re.compile(r"to=functions\.([\w.-]+)")
 
 
 @dataclass(frozen=True)
-class Said:
+class SplitResponse:
     """A response in two parts."""
 
     thought: str  # without marks; "" without one
@@ -38,7 +38,7 @@ def opens_thinking(prompt_text: str) -> bool:
     return prompt_text.rstrip().endswith(_OPENED)
 
 
-def split_thought(response: str, in_thought: bool = False) -> Said:
+def split_thought(response: str, in_thought: bool = False) -> SplitResponse:
     """What of a response is thought and what is answer; `in_thought`: its prompt opened a thought.
 
     The answer begins after the last thought: after </think>, or with the message of the channel
@@ -51,26 +51,26 @@ def split_thought(response: str, in_thought: bool = False) -> Said:
     end, length = max(ends)
     if end >= 0:
         thought = response[:end].strip().removeprefix(opening).strip()
-        return Said(thought, response[end + length :], end + length)
+        return SplitResponse(thought, response[end + length :], end + length)
     if in_thought or opening:
         thought = response.strip().removeprefix(opening).strip()
-        return Said(thought, None, len(response))
-    return Said("", response, 0)
+        return SplitResponse(thought, None, len(response))
+    return SplitResponse("", response, 0)
 
 
-def _of_channels(response: str) -> Said:
+def _of_channels(response: str) -> SplitResponse:
     """The answer is the last message of the channel `final`. Without one it is what follows the
     last thought, such as a call of a function."""
     sections = list(_SECTION.finditer(response))
     thought = "\n".join(_text(response, s) for s in sections if s["name"] == _THOUGHTS)
     finals = [section for section in sections if section["name"] == _FINAL]
     if finals:
-        return Said(thought, _text(response, finals[-1]), finals[-1].end())
+        return SplitResponse(thought, _text(response, finals[-1]), finals[-1].end())
     thoughts = [place for place, section in enumerate(sections) if section["name"] == _THOUGHTS]
     said = sections[thoughts[-1] + 1 :] if thoughts else sections
     if not said:
-        return Said(thought, None, len(response))
-    return Said(thought, response[said[0].start() :], said[0].start())
+        return SplitResponse(thought, None, len(response))
+    return SplitResponse(thought, response[said[0].start() :], said[0].start())
 
 
 def _text(response: str, section: re.Match[str]) -> str:

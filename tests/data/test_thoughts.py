@@ -3,7 +3,7 @@
 import pytest
 
 from stable_opd_mcore.data.thoughts import (
-    Said,
+    SplitResponse,
     channel_message,
     golden_response,
     opens_thinking,
@@ -100,4 +100,4 @@ def test_a_response_cut_anywhere_never_has_its_thought_as_answer():
         answers = [split_thought(text[:end]).answer for end in range(9, len(text) + 1)]
         assert not any("7" in (answer or "") for answer in answers)
         assert answers[-1] == "It is 5."
-    assert split_thought("") == Said("", "", 0)
+    assert split_thought("") == SplitResponse("", "", 0)

@@ -48,7 +48,7 @@ _STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
 
 @dataclass(frozen=True)
-class Pair:
+class AdapterPair:
     """Where the file has the factors of one matrix."""
 
     a: str  # the names of the tensors
@@ -90,7 +90,7 @@ class PeftAdapter:
             if found := place(short, architecture, True):
                 self._places.setdefault(found.stack, {})[short] = found
         self._stack_of = {short: stack for stack, each in self._places.items() for short in each}
-        self.pairs: dict[str, Pair] = {}
+        self.pairs: dict[str, AdapterPair] = {}
         self._biases: dict[str, tuple[str, float]] = {}  # added after a multiplication
         self._rows: dict[str, tuple[str, list[int]]] = {}  # of the embedding or head, replaced
         self._whole: dict[str, str] = {}  # replaced
@@ -172,7 +172,7 @@ class PeftAdapter:
                 "file again, or merge the adapter with PEFT (merge_and_unload)"
             )
         rank = self._shape(a)[1 if of_embedding else 0]
-        pair = Pair(a, b, 0.0, rank, is_transposed=of_embedding, magnitude=magnitude)
+        pair = AdapterPair(a, b, 0.0, rank, is_transposed=of_embedding, magnitude=magnitude)
         inside = _inside(module)
         key = f"{inside}.weight" if self._is_target(f"{inside}.weight") else inside
         self.pairs[weight] = replace(pair, scale=self._scale(key, pair))
@@ -200,7 +200,7 @@ class PeftAdapter:
         rows = sum(self._shapes[short][0] for short in places) // number
         inputs = next(self._shapes[short][1] for short in places)
         a, b = parts["lora_A"], parts["lora_B"]
-        pair = Pair(a, b, 0.0, self._shape(a)[0] // number, experts=number)
+        pair = AdapterPair(a, b, 0.0, self._shape(a)[0] // number, experts=number)
         if self._shape(a)[1:] == (rows,) != (inputs,):  # as PEFT stacked them before
             pair = replace(pair, a=a, b=b, is_transposed=True)
         pair = replace(pair, scale=self._scale(f"{inside}.{wrapped[-1 - depth]}", pair))
@@ -244,7 +244,7 @@ class PeftAdapter:
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors.get_slice(name).get_shape())
 
-    def _require_shapes(self, pair: Pair, rows: int, inputs: int) -> None:
+    def _require_shapes(self, pair: AdapterPair, rows: int, inputs: int) -> None:
         """Raise a UserError if the file's factors are not those of a matrix [rows, inputs]."""
         ranks = pair.rank * pair.experts
         wanted = {pair.a: (ranks, inputs), pair.b: (rows, ranks)}
@@ -259,7 +259,7 @@ class PeftAdapter:
                     "give the model that the adapter was trained on"
                 )
 
-    def _scale(self, key: str, pair: Pair) -> float:
+    def _scale(self, key: str, pair: AdapterPair) -> float:
         """PEFT's scale of a module's product, by rank_pattern and alpha_pattern."""
         settings = self._settings
         rank = _by_pattern(settings.get("rank_pattern"), key, settings["r"])

@@ -21,7 +21,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.files.adapted import adapted_shapes, matrices_of
 from stable_opd_mcore.models.files.megatron_checkpoint import is_megatron
-from stable_opd_mcore.models.files.peft_adapter import Pair, PeftAdapter, short_name
+from stable_opd_mcore.models.files.peft_adapter import AdapterPair, PeftAdapter, short_name
 from stable_opd_mcore.models.files.peft_directory import trained_positions
 from stable_opd_mcore.models.files.peft_settings import CONFIG, WEIGHTS
 from stable_opd_mcore.models.files.safetensors_files import Change, TensorFiles
@@ -74,7 +74,7 @@ def _halves(name: str) -> list[str]:
     return [name.replace("gate_up_proj", kind) for kind in ("gate_proj", "up_proj")]
 
 
-def _pair_of(adapter: PeftAdapter, name: str) -> Pair | None:
+def _pair_of(adapter: PeftAdapter, name: str) -> AdapterPair | None:
     """The pair of a matrix; None: it has none, or not one."""
     pairs = [adapter.pairs.get(short_name(each)) for each in _halves(name)]
     return pairs[0] if len({pair and pair.a for pair in pairs}) == 1 else None
