@@ -34,7 +34,7 @@ def convert(
     report_url: Annotated[str | None, typer.Option(help="Of a report, for the card.")] = None,
 ) -> None:
     """Convert a model from Hugging Face to Megatron or back, depending on what SOURCE holds."""
-    from stable_opd_mcore.host.hub_upload import model_directory
+    from stable_opd_mcore.commands.convert.source import model_directory
 
     directory = model_directory(source, revision, target, push_to_hub, typer.echo)
     with importing():
