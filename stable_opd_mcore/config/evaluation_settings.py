@@ -53,3 +53,5 @@ class MonitoringConfig(Section):
     mlflow: str | None = None
     """Address of an MLflow server or database to write to, such as http://HOST:5000 or
     sqlite:///mlflow.db; needs the mlflow package. `null`: none."""
+    sample_every: int = Field(default=20, ge=0)
+    """Steps between rollouts that are shown on the terminal; 0: none."""

@@ -16,7 +16,6 @@ from stable_opd_mcore.endings import ENDED
 from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.records import Rollout
 
-SAMPLE_EVERY = 20  # steps between rollouts that are shown
 SAMPLE_HEAD, SAMPLE_TAIL = 300, 200  # characters of a response that is shown
 NUMBERS = {
     "loss/total": "loss {:.3g}",
@@ -34,6 +33,7 @@ NUMBERS = {
 class Terminal:
     def __init__(self, config: Config, shown: bool, console: Console | None = None):
         self._name, self._steps, self._shown = config.run.name, config.train.steps, shown
+        self._sample_every = config.monitoring.sample_every
         self._console = console or Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(10), MofNCompleteColumn())
         self._bar = Progress(
@@ -60,7 +60,7 @@ class Terminal:
     def step_done(
         self, step: int, values: Mapping[str, float | None], rollouts: Sequence[Rollout]
     ) -> None:
-        if step % SAMPLE_EVERY == 0 and rollouts:
+        if self._sample_every and step % self._sample_every == 0 and rollouts:
             self.say(sample_text(step, rollouts[0]))
         self._bar.update(self._task, completed=step)
         seconds = self._bar.tasks[0].time_remaining

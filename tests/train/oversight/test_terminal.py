@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from stable_opd_mcore.records import Prompt, Rollout
-from stable_opd_mcore.train.oversight import terminal as terminal_module
 from stable_opd_mcore.train.oversight.terminal import Terminal, sample_text
 from tests.train.runs import tiny_config
 
@@ -53,8 +52,8 @@ def test_a_pipe_or_no_color_gets_one_line_a_step_and_a_sample_now_and_then(
 ):
     if no_color:
         monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(terminal_module, "SAMPLE_EVERY", 2)
-    config = tiny_config(tmp_path, "a-run", train={"steps": 4})
+    monitoring = {"tensorboard": False, "sample_every": 2}
+    config = tiny_config(tmp_path, "a-run", train={"steps": 4}, monitoring=monitoring)
     stream = io.StringIO()
     terminal = Terminal(config, True, Console(file=stream, width=80, force_terminal=no_color))
     with terminal.begin(1):
@@ -70,14 +69,18 @@ def test_a_pipe_or_no_color_gets_one_line_a_step_and_a_sample_now_and_then(
     assert lines[-1].endswith("2.0 s  0:00:00 left")
 
 
-def test_nothing_is_said_where_nothing_is_shown(tmp_path):
+def test_no_line_where_nothing_is_shown_and_no_rollout_with_sample_every_0(tmp_path):
     stream = io.StringIO()
-    config = tiny_config(tmp_path, "a-run", train={"steps": 4})
-    terminal = Terminal(config, False, Console(file=stream, force_terminal=True))
-    with terminal.begin(0):
-        terminal.say("text")
-        terminal.step_done(1, VALUES, [rollout()])
-    assert stream.getvalue() == ""
+    for sample_every, shown in ((1, False), (0, True)):
+        monitoring = {"tensorboard": False, "sample_every": sample_every}
+        config = tiny_config(tmp_path, "a-run", train={"steps": 4}, monitoring=monitoring)
+        terminal = Terminal(config, shown, Console(file=stream))
+        with terminal.begin(0):
+            if not shown:
+                terminal.say("text")
+            terminal.step_done(1, VALUES, [rollout()])
+    assert stream.getvalue().count("\n") == 1
+    assert stream.getvalue().startswith("a-run step 1/4")
 
 
 def test_a_sample_is_short_and_its_text_is_harmless(tmp_path, monkeypatch):
@@ -87,8 +90,8 @@ def test_a_sample_is_short_and_its_text_is_harmless(tmp_path, monkeypatch):
     assert "[... 9508 characters ...]" in long
     assert "tail" in long
     stream = io.StringIO()
-    monkeypatch.setattr(terminal_module, "SAMPLE_EVERY", 1)
-    config = tiny_config(tmp_path, "a-run", train={"steps": 4})
+    monitoring = {"tensorboard": False, "sample_every": 1}
+    config = tiny_config(tmp_path, "a-run", train={"steps": 4}, monitoring=monitoring)
     hostile = "\x1b]0;title\x07\x1b[2J[bold]markup[/nothing] \ud83d \u202e"
     terminal = Terminal(config, True, Console(file=stream, width=80))
     with terminal.begin(0):
