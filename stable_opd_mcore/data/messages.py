@@ -175,23 +175,37 @@ def _parts(content: object, place: str) -> tuple[object, list[object]]:
     """The content with its parts of text as one text, and the parts that are thoughts."""
     if not isinstance(content, list):
         return content, []
+    text, thoughts, others = split_parts(cast("list[object]", content))
+    if others:
+        raise DataError(
+            f"{place}: content has a part {others[0]!r:.60}; only parts of text are read, "
+            "{type: text, text: ...}: write it as text, or remove the row"
+        )
+    return text, thoughts
+
+
+def split_parts(content: Sequence[object]) -> tuple[str, list[object], list[object]]:
+    """A content in parts, in OpenAI's form or as Mistral writes thoughts: its parts of text as one
+    text, its thoughts, and the parts that are neither, such as images."""
     texts: list[str] = []
     thoughts: list[object] = []
-    for part in cast("list[Any]", content):
+    others: list[object] = []
+    for part in content:
         fields = cast("Mapping[str, Any]", part if isinstance(part, Mapping) else {})
-        kind = fields.get("type")
+        text, thought = fields.get("text"), fields.get("thinking")
         if isinstance(part, str):
             texts.append(part)
-        elif kind in _TEXT_PARTS and isinstance(fields.get("text"), str):
-            texts.append(fields["text"])
-        elif kind == "thinking":
-            thoughts.append(_parts(fields.get("thinking"), place)[0])
+        elif fields.get("type") in _TEXT_PARTS and isinstance(text, str):
+            texts.append(text)
+        elif fields.get("type") != "thinking":
+            others.append(cast("object", part))
+        elif isinstance(thought, list):
+            within = split_parts(cast("list[object]", thought))
+            thoughts.append(within[0])
+            others += [*within[1], *within[2]]
         else:
-            raise DataError(
-                f"{place}: content has a part {part!r:.60}; only parts of text are read, "
-                "{type: text, text: ...}: write it as text, or remove the row"
-            )
-    return "".join(texts), thoughts
+            thoughts.append(thought)
+    return "".join(texts), thoughts, others
 
 
 def _thought(given: Sequence[object], place: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
+from stable_opd_mcore.data.messages import split_parts
 from stable_opd_mcore.host.user_code import InvalidValueError, UserFunction
 from stable_opd_mcore.host.worker_processes import start_user_code
 from stable_opd_mcore.serving.channel import receive_message
@@ -231,10 +232,9 @@ def _message(given: object, roles: Sequence[str]) -> dict[str, Any]:
     message = cast("Mapping[Any, Any]", given if isinstance(given, Mapping) else {})
     role, content = message.get("role"), message.get("content")
     more = _MORE_KEYS.get(role, set()) if isinstance(role, str) else set[str]()
-    if isinstance(content, list | tuple):  # parts of OpenAI's form
-        texts: list[Any] = [each.get("text") for each in content if isinstance(each, Mapping)]
-        are_texts = len(texts) == len(content) and all(isinstance(each, str) for each in texts)
-        content = "".join(texts) if are_texts else None
+    if isinstance(content, list | tuple):
+        text, thoughts, others = split_parts(cast("Sequence[object]", content))
+        content = None if thoughts or others else text
     calls = message.get("tool_calls")
     if content is None and calls:
         content = ""

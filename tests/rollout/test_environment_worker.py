@@ -121,7 +121,7 @@ def test_what_other_programs_write_in_messages_rewards_and_metrics_is_read(evalu
     """Each is the first thing that an episode yields, or what it returns."""
     calls = [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
     as_text = [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
     shots = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": parts},
