@@ -203,7 +203,8 @@ class Rollout(_WithArrays):
     # L tokens together, in order; not given: all have weight_version
     segments: tuple[Segment, ...] = ()
     teacher_scores: SequenceScores | None = None  # None: no server has scored it
-    turns: tuple[Turn, ...] = ()  # L tokens together, in order; not given: one turn
+    # L tokens together, in order, those of a context one after the other; not given: one turn
+    turns: tuple[Turn, ...] = ()
     seed: int | None = None  # of its environment's world; None: it has no environment
     metrics: Mapping[str, float] = field(
         default_factory=dict[str, float]

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import THOUGHT, Message
@@ -37,6 +37,13 @@ _REMEDIES = {"user": "save another chat template there", "tool": "make it a user
 _BEFORE_MARK = ("", "<think>\n1\n</think>\n\n", "Hm. ")  # templates parse an assistant's text
 
 
+class Kept(NamedTuple):
+    """What remains of a turn that is cut after it was sampled."""
+
+    num_tokens: int  # the first ones
+    text: str
+
+
 @dataclass(frozen=True)
 class Observed:
     """What the student reads before its next turn."""
@@ -48,6 +55,9 @@ class Observed:
     conversation: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()  # that its contexts name from now on
     replaces_end: bool = False  # token_ids begin with the end of the turn, in place of another one
+    context: int | None = None  # which of its contexts they continue; None: that of the last turn
+    kept: Kept | None = None  # of the turn before; None: all of it
+    max_new_tokens: int | None = None  # of the next turn; None: what the settings allow
 
     def after(self, context_ids: Sequence[int]) -> Observed:
         """What follows `context_ids`: a new context where another token ends its last turn."""

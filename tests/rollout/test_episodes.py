@@ -1,9 +1,11 @@
 """Episodes token by token: their turns, contexts, budgets and versions."""
 
+import random
+
 import numpy as np
 import pytest
 
-from stable_opd_mcore.data.bridge import Observed
+from stable_opd_mcore.data.bridge import Kept, Observed
 from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.records import Prompt, Sampling, Segment, Turn
@@ -82,6 +84,60 @@ def test_an_environment_observes_first(first, read):
     (sample,) = rollout_samples([drawn(episode, 5).after(END).rollout()])
     assert sample.token_ids.tolist() == [*read, 5]
     assert (sample.num_prompt_tokens, sample.places.tolist()) == (len(read), [len(read)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_turn_of_a_tree_of_contexts_has_one_place_in_the_samples(seed):
+    """Turns continue any context at its end, fork it at an earlier turn, or begin another one. A
+    turn's token ids are its number, so that samples show which they have."""
+    rng = random.Random(seed)
+    episode, read, ends = ASKED.after(Observed()), [], [[]]
+    for number in range(12):
+        version = 2 + number // 5
+        read.append(tuple(episode.context.tolist()))
+        episode = drawn(episode, *[number] * rng.randrange(1, 3), reason="open", version=version)
+        episode = drawn(episode, number, 99, version=version)
+        is_cut = rng.random() < 0.3
+        kept = Kept(episode.turns[-1].num_tokens - 1, "cut") if is_cut else None
+        ends[episode.number].append(episode.context[:-1] if is_cut else episode.context)
+        if rng.random() < 0.2:
+            what = Observed((50, number), restarts=True, kept=kept)
+        else:
+            of = rng.randrange(len(ends))
+            place = rng.randrange(len(ends[of])) if rng.random() < 0.4 else len(ends[of]) - 1
+            forked = (*ends[of][place].tolist(), 60, number)
+            what = Observed((60, number), context=of, kept=kept)
+            if place < len(ends[of]) - 1:
+                what = Observed(forked, restarts=True, kept=kept)
+        episode = episode.after(what)
+        ends += [[] for _ in episode.contexts[len(ends) :]]
+    read.append(tuple(episode.context.tolist()))
+    episode = drawn(episode, 12, 12, 12, version=9).after(End(Ending.STOP, 1.0, kept=Kept(2, "")))
+    rollout = episode.rollout()
+    found, versions = (
+        {},
+        np.repeat(
+            [part.weight_version for part in rollout.segments],
+            [part.num_tokens for part in rollout.segments],
+        ),
+    )
+    assert versions.tolist() == [9 if n == 12 else 2 + n // 5 for n in turn_numbers(rollout)]
+    for sample in rollout_samples([rollout]):
+        assert sample.routed_experts.ravel().tolist() == sample.token_ids[:-1].tolist()
+        starts = np.flatnonzero(np.diff(sample.turns, prepend=-1))
+        for place in sample.places[starts]:
+            number = int(sample.token_ids[place])
+            assert number not in found
+            found[number] = tuple(sample.token_ids[:place].tolist())
+    assert found == dict(enumerate(read))
+    assert len(rollout.token_ids) == sum(turn.num_tokens for turn in rollout.turns)
+
+
+def turn_numbers(rollout) -> list[int]:
+    """For each sampled token the number that its turn's first token is."""
+    lengths = [turn.num_tokens for turn in rollout.turns]
+    starts = np.cumsum([0, *lengths[:-1]])
+    return np.repeat(rollout.token_ids[starts], lengths).tolist()
 
 
 def test_an_episode_that_its_environment_forgot_begins_anew():
