@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -23,6 +22,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from stable_opd_mcore.commands.rehearse.replacing import replaced
 
 _aten: Any = torch.ops.aten
 _COALESCED = (  # collectives that torch has no fake form of
@@ -117,6 +118,6 @@ def fake_tensors() -> Iterator[LiveBytes]:
     """Tensors made inside have no memory; yields what they would take."""
     live = LiveBytes()
     # Megatron writes this process's scale of auxiliary losses into the first tensor that it took.
-    scale = patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    scale = replaced(MoEAuxLossAutoScaler, main_loss_backward_scale=None)
     with scale, FakeTensorMode(allow_non_fake_inputs=True), _Mode(live):
         yield live

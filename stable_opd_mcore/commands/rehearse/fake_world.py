@@ -11,10 +11,9 @@ Letters: T tokens, E experts, C chosen experts of a token.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from stable_opd_mcore.commands.rehearse.replacing import replaced
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models import weights
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
@@ -56,19 +56,19 @@ def fake_world(parallel: ParallelConfig, gpus: int, rank: int = 0) -> Iterator[W
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=gpus)
     try:
-        with ExitStack() as replaced:
-            for owner, name, value in (
-                (dist, "new_group", fake_group),
-                (dist, "all_gather_object", gather_object),
-                (dist, "broadcast_object_list", lambda *unused, **also_unused: None),
-                (weights, "_owners", owners),
-                (weights, "_expert_ranks", _expert_ranks),
-                (pipeline, "get_forward_backward_func", messages.schedule),
-                (HiddenStatesGPTModel, "to", _convert),
-                (router, "topk_routing_with_score_function", balanced_routing),
-                (P2PCommunicator, "_communicate_shapes", lambda *a, **k: messages.shapes(*a, **k)),
-            ):
-                replaced.enter_context(patch.object(owner, name, value))
+        with (
+            replaced(
+                dist,
+                new_group=fake_group,
+                all_gather_object=gather_object,
+                broadcast_object_list=lambda *unused, **also_unused: None,
+            ),
+            replaced(weights, _owners=owners, _expert_ranks=_expert_ranks),
+            replaced(pipeline, get_forward_backward_func=messages.schedule),
+            replaced(HiddenStatesGPTModel, to=_convert),
+            replaced(router, topk_routing_with_score_function=balanced_routing),
+            replaced(P2PCommunicator, _communicate_shapes=lambda *a, **k: messages.shapes(*a, **k)),
+        ):
             yield start_world(parallel, 0)
     finally:
         stop_world()

@@ -17,9 +17,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from stable_opd_mcore.commands.rehearse.replacing import replaced
 from stable_opd_mcore.parallel import transfers
 from stable_opd_mcore.records import MicroBatch
 from stable_opd_mcore.train.samples import sharing
@@ -50,20 +51,17 @@ class HostWaits(TorchFunctionMode):
         # waits when the copy began, or -1 where it has ended.
         self._on_device: dict[int, None] = {}
         self._on_host: dict[int, int] = {}
-        self._patches = (
-            patch.object(sharing, "to_device", self._to_device),
-            patch.object(FakeTensor, "tolist", lambda tensor: self._tolist(tensor)),
-        )
+        self._replaced = ExitStack()
 
     def __enter__(self) -> HostWaits:
-        for replaced in self._patches:
-            replaced.start()
+        self._replaced.enter_context(replaced(sharing, to_device=self._to_device))
+        tolist = replaced(FakeTensor, tolist=lambda tensor: self._tolist(tensor))
+        self._replaced.enter_context(tolist)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        for replaced in self._patches:
-            replaced.stop()
+        self._replaced.close()
 
     def _tolist(self, tensor: FakeTensor) -> Any:
         """FakeTensor's own reads one number after another."""

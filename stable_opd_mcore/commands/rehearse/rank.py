@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,11 +26,11 @@ from stable_opd_mcore.commands.plan.planned_run import PRIVILEGED_TOKENS
 from stable_opd_mcore.commands.rehearse.fake_tensors import fake_tensors
 from stable_opd_mcore.commands.rehearse.fake_world import fake_world
 from stable_opd_mcore.commands.rehearse.host_waits import HostWaits
+from stable_opd_mcore.commands.rehearse.replacing import replaced
 from stable_opd_mcore.config.data import TrainSource
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.endings import Ending
-from stable_opd_mcore.inputs import run_inputs as lazy_inputs
 from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.losses import output_head, torch_ops
 from stable_opd_mcore.losses.output_head import accumulation_dtype
@@ -73,9 +72,9 @@ def rehearse_rank(
     with (
         fake_world(config.parallel, gpus, rank) as world,
         fake_tensors() as live,
-        _absent(_Inputs(config, prompt_tokens, vocab_size)),
+        _absent(inputs := _Inputs(config, prompt_tokens, vocab_size)),
     ):
-        run, state = setup.build_run(RunInputs(config), world), TrainState()
+        run, state = setup.build_run(inputs.as_run_inputs(), world), TrainState()
         run.student.zero_grad()
         run.student.finish_grads()
         run.student.update(lr=0.0)  # Adam's state exists from the first update on
@@ -109,6 +108,14 @@ class _Inputs:
 
     def __len__(self) -> int:
         return len(self.source_names())
+
+    def as_run_inputs(self) -> RunInputs:
+        """These in the place of what a run's files say."""
+        inputs = RunInputs(self.config)
+        stops = None if self.config.teacher is None else self.stop_token_ids
+        inputs.parts |= {"tokenizer": self, "teacher_tokenizer": None, "teacher_stops": stops}
+        inputs.parts |= {"prompts": self, "held_out": None}
+        return inputs
 
     def source_names(self) -> list[str]:
         """The source of each prompt; every source has those of a whole step."""
@@ -202,18 +209,10 @@ class _TeacherServer:
 @contextmanager
 def _absent(inputs: _Inputs) -> Iterator[None]:
     """Put `inputs` where the trainer reads tokenizer, data and rollouts."""
-    of_data: dict[str, Any] = {
-        "load_teacher_tokenizer": lambda *unused: None,
-        "load_tokenizer": lambda *unused: inputs,
-        "teacher_stop_ids": lambda config, *unused: (
-            None if config.teacher is None else inputs.stop_token_ids
-        ),
-        "load_prompts": lambda *unused: inputs,
-        "load_held_out": lambda *unused: None,
-    }
-    of_setup: dict[str, Any] = {
-        "build_engine": lambda _config, world, chunks, *unused: _Engine(inputs, world, chunks)
-    }
+
+    def build_engine(_config: Config, world: World, chunks: Sequence[Any], *unused: Any) -> _Engine:
+        return _Engine(inputs, world, chunks)
+
     of_loss = {
         "shard_sums": lambda logits_CV, other_CV, *unused: torch_ops.ShardSums.zeros(
             logits_CV, other_CV
@@ -222,21 +221,19 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
         "write_gradient_": lambda *unused: None,
     }
     with (
-        patch.multiple(lazy_inputs, **of_data),
-        patch.multiple(setup, **of_setup),
-        patch.multiple(teacher, SglangClient=_TeacherServer, read_api_key=lambda _: None),
-        patch.object(run_models, "read_weights", lambda *unused: None),
-        patch.object(reference, "read_weights", lambda *unused: None),
-        patch.multiple(torch_ops, **of_loss),
-        patch.object(gated_delta_net, "delta_rule", _delta_rule),
-        patch.object(output_head, "MAX_CPU_BLOCK_ELEMENTS", 2**62),  # blocks as on a GPU
-        patch.object(clip_grads, "l2_norm_impl", lambda *unused: (torch.ones(1), None)),
-        patch.object(collecting, "own_share", lambda _world, items: items),  # all ranks'
-        patch.object(served_scores, "dist", SimpleNamespace(get_rank=lambda _: 0)),  # it asks
-        patch.object(sharing, "gather_objects", lambda item, _group: [item]),
-        patch.object(sharing, "exchange_objects", _kept),
-        patch.object(step, "reduce_row_metrics", _row_metrics),
-        patch.object(update, "reduce_row_metrics", _row_metrics),
+        replaced(setup, build_engine=build_engine),
+        replaced(teacher, SglangClient=_TeacherServer, read_api_key=lambda _: None),
+        replaced(run_models, read_weights=lambda *unused: None),
+        replaced(reference, read_weights=lambda *unused: None),
+        replaced(torch_ops, **of_loss),
+        replaced(gated_delta_net, delta_rule=_delta_rule),
+        replaced(output_head, MAX_CPU_BLOCK_ELEMENTS=2**62),  # blocks as on a GPU
+        replaced(clip_grads, l2_norm_impl=lambda *unused: (torch.ones(1), None)),
+        replaced(collecting, own_share=lambda _world, items: items),  # all ranks'
+        replaced(served_scores, dist=SimpleNamespace(get_rank=lambda _: 0)),  # it asks
+        replaced(sharing, gather_objects=lambda item, _group: [item], exchange_objects=_kept),
+        replaced(step, reduce_row_metrics=_row_metrics),
+        replaced(update, reduce_row_metrics=_row_metrics),
     ):
         yield
 

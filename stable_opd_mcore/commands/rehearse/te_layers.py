@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -23,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from stable_opd_mcore.commands.rehearse.fake_tensors import fake_tensors
 from stable_opd_mcore.commands.rehearse.fake_world import fake_world
+from stable_opd_mcore.commands.rehearse.replacing import replaced
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.errors import UserError
@@ -98,9 +98,8 @@ def facts(config: Config, world: World, role: Fp8Role, fused: bool) -> Facts:
     transformer_config, usable = gpt.transformer_config, spec.transformer_engine_is_usable
     choose = usable if fused else lambda: False
     with (
-        patch.object(gpt, "transformer_config", on_the_cpu),
-        patch.object(gpt, "transformer_engine_is_usable", choose),
-        patch.object(spec, "transformer_engine_is_usable", choose),
+        replaced(gpt, transformer_config=on_the_cpu, transformer_engine_is_usable=choose),
+        replaced(spec, transformer_engine_is_usable=choose),
     ):
         chunks = gpt.build_model(
             configured_architecture(_models(config)[role]),
