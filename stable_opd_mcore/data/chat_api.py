@@ -133,7 +133,7 @@ def _said(message: Message) -> tuple[str, str, str]:
 
 def canonical_json(value: Any) -> str:
     """One text for all spellings of a JSON value; JavaScript writes 1.0 as 1."""
-    return json.dumps(_plain(value), sort_keys=True, ensure_ascii=False)
+    return json.dumps(_plain(value), sort_keys=True)
 
 
 def _plain(value: Any) -> Any:
