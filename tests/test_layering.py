@@ -24,10 +24,10 @@ ROWS = {
     "rollout": 5,
     "placement": 4,
     "models": 3,
+    "serving": 3,  # processes and HTTP; knows neither models nor weights
     "losses": 2,  # losses and data know no model: one below, so that models may name a Head
     "data": 2,
     "parallel": 2,
-    "serving": 2,  # processes and HTTP; knows neither models nor weights
     "config": 1,
     "records": 1,
     "sample_facts": 1,
@@ -56,6 +56,7 @@ THIRD_PARTIES = {
     "pebble": {"evaluation/grading"},
     "sglang": {"serving/launch_server"},
     "h11": {"serving/exchange"},
+    "uvicorn": {"serving/endpoint"},
     "tensorboard": {"monitoring"},
     "wandb": {"monitoring/trackers"},
     "trackio": {"monitoring/trackers"},
