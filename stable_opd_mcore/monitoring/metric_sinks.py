@@ -36,6 +36,7 @@ from stable_opd_mcore.monitoring.trackers import (
 )
 
 GUARD_EVENT = "guard"  # a resumed run writes it again
+CHANGED_EVENT = "settings_changed"  # a resumed run has accepted changes
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.models.files.huggingface import export_hf
 from stable_opd_mcore.models.files.peft_directory import export_adapter, mark_positions
 from stable_opd_mcore.models.weights import architecture_of
-from stable_opd_mcore.monitoring.metric_sinks import MetricSinks, read_metrics
+from stable_opd_mcore.monitoring.metric_sinks import CHANGED_EVENT, MetricSinks, read_metrics
 from stable_opd_mcore.parallel.rendezvous import naming_lost_ranks
 from stable_opd_mcore.parallel.world import World, on_first_rank, stop_world
 from stable_opd_mcore.rollout.engine import EngineLost
@@ -37,6 +37,7 @@ from stable_opd_mcore.train.oversight.measures import (
     refuse_collapsed,
     roll_back,
     warn_of_equal_models,
+    with_normal_values,
     write_actions,
 )
 from stable_opd_mcore.train.oversight.signals import Stopped, StopSignals, write_outcome
@@ -162,8 +163,9 @@ def _train_directory(inputs: RunInputs, session: Session) -> None:
         if sinks is not None:
             stack.enter_context(sinks)
             if changed:
-                sinks.write_event("settings_changed", state.step, {"changes": changed})
+                sinks.write_event(CHANGED_EVENT, state.step, {"changes": changed})
             keep_resolved(config)
+        state = with_normal_values(run, state)
         terminal.say(
             f"{'resuming' if state.step else 'starting'} at step {state.step} of "
             f"{config.train.steps}; results in {files.path}; stable-opd report --follow "

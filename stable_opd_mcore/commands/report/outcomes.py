@@ -1,18 +1,12 @@
 """What came out of a run, by its metrics: accuracy, truncation, repetition, the first damage."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from stable_opd_mcore.commands.report.figures import WINDOW, Row
-from stable_opd_mcore.train.oversight.onset import (
-    Series,
-    Symptom,
-    is_damage,
-    learn,
-    observe,
-    symptoms,
-)
+from stable_opd_mcore.train.oversight.onset import Series, Symptom, starts_anew, watch
 
 
 @dataclass(frozen=True)
@@ -72,13 +66,14 @@ def window_means(numbers: Sequence[float], window: int = WINDOW) -> list[float]:
     return [sum(numbers[end - window : end]) / window for end in ends]
 
 
-def first_damage(rows: Sequence[Row]) -> tuple[int, list[Symptom]] | None:
+def first_damage(
+    rows: Sequence[Row], events: Sequence[Mapping[str, Any]] = ()
+) -> tuple[int, list[Symptom]] | None:
     """The first step after which the guard finds damage (docs/guard.md), with its symptoms."""
     watched: dict[str, Series] = {}
+    anew = {event["after_step"] for event in events if starts_anew(event)}
     for row in rows:
-        watched = observe(watched, row)
-        found = symptoms(watched)
-        if is_damage(found, watched):
+        watched, found, damaged = watch({} if row["step"] - 1 in anew else watched, row)
+        if damaged:
             return row["step"], found
-        watched = learn(watched, row)
     return None

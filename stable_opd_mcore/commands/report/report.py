@@ -23,7 +23,7 @@ from stable_opd_mcore.commands.report.chosen_runs import (
 )
 from stable_opd_mcore.commands.report.figures import MAX_POINTS, plot_data, style
 from stable_opd_mcore.commands.report.reader import embedded
-from stable_opd_mcore.commands.report.run_events import marks
+from stable_opd_mcore.commands.report.run_events import SYMBOLS, marks
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.printable_text import printable
@@ -162,13 +162,17 @@ def _content(
         "labels": styled,
         "figures": figures,
         "events": events,
+        "symbols": SYMBOLS,
         "outcomes": tables.outcome_table(written),
         "benchmarks": tables.benchmark_table(written),
         "differences": tables.config_differences(written),
         "plotted": {
             "labels": styled,
             "runs": of_run,
-            "events": [{key: event[key] for key in ("run", "step", "title")} for event in events],
+            "events": [
+                {key: event[key] for key in ("run", "step", "title", "kind")} for event in events
+            ],
+            "symbols": SYMBOLS,
             "figures": [figure["panels"] for figure in figures],
             "steps": steps,
         },

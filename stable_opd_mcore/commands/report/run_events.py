@@ -14,12 +14,29 @@ MAX_LINES = 12  # lines of one event
 MAX_CHARACTERS = 200  # characters of one detail
 MAX_DEPTH = 3  # mappings and lists inside each other
 ARROW = "\N{RIGHTWARDS ARROW}"
+SYMBOLS = {  # of what a line in a figure marks
+    "symptom": "\N{WHITE DOWN-POINTING TRIANGLE}",
+    "damage": "\N{MULTIPLICATION X}",
+    "measure": "\N{BLACK DOWN-POINTING TRIANGLE}",
+    "other": "\N{BULLET}",
+}
+_KINDS = {  # by the guard's action
+    "warned": "symptom",
+    "damaged": "damage",
+    **dict.fromkeys(("raised", "rolled_back", "stopped"), "measure"),
+}
 
 
 def marks(events: Sequence[Mapping[str, Any]], run: int) -> list[dict[str, Any]]:
-    """One record per event of the `run`-th run: run, step, title, lines."""
+    """One record per event of the `run`-th run: run, step, title, lines, kind (of SYMBOLS)."""
     return [
-        {"run": run, "step": event["after_step"], "title": _title(event), "lines": _lines(event)}
+        {
+            "run": run,
+            "step": event["after_step"],
+            "title": _title(event),
+            "lines": _lines(event),
+            "kind": _KINDS.get(str(event.get("action")), "other"),
+        }
         for event in events
     ]
 

@@ -80,7 +80,7 @@ def _outcome_cells(written: WrittenRun) -> dict[str, Any]:
     found = outcome(rows)
     return {
         "run": written.run.name,
-        "first damage": verdict(rows),
+        "first damage": verdict(rows, written.events),
         "steps": f"{rows[-1]['step']:,}" + ("" if total is None else f" of {total:,}"),
         "accuracy at start": found.initial_accuracy,
         "accuracy at peak": found.peak_accuracy,
@@ -95,9 +95,9 @@ def _outcome_cells(written: WrittenRun) -> dict[str, Any]:
     }
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def verdict(rows: Sequence[Row], events: Sequence[Mapping[str, Any]] = ()) -> str:
     """The first damage by a collapse in words; MISSING where there are too few rollouts."""
-    found = first_damage(rows)
+    found = first_damage(rows, events)
     if found is None:
         watched = defined(rows, "rollout/truncation_rate")
         return "none" if len(watched) > BASELINE else MISSING

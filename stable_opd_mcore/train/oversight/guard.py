@@ -5,25 +5,17 @@
 Metrics are global, so every rank decides the same; the state is part of the checkpoint, so a
 resumed run decides the same again. Symptoms (train/oversight/onset.py) are a warning. Damage starts
 measures (measures.py), one after the other, each after the earlier one had PATIENCE steps to help:
-raise beta and lambda, roll back, stop. Beta and lambda stay raised.
+raise beta and lambda, roll back, roll back further, stop. Beta and lambda stay raised.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal
 
 from stable_opd_mcore.config.guard_settings import HEALTHY_AFTER, GuardConfig
-from stable_opd_mcore.train.oversight.onset import (
-    DETECTORS,
-    Series,
-    Symptom,
-    is_damage,
-    learn,
-    observe,
-    symptoms,
-)
+from stable_opd_mcore.train.oversight.onset import DETECTORS, Seen, Series, watch
 
-ActionName = Literal["warned", "recovered", "raised", "rolled_back", "stopped"]
+ActionName = Literal["warned", "damaged", "raised", "rolled_back", "stopped", "recovered"]
 Measure = Literal["none", "raised", "stopped"]
 PATIENCE = 10  # steps that a measure gets to help; also steps without symptoms until measures end
 MAX_ROLLBACKS = 2
@@ -37,17 +29,19 @@ class GuardState:
     beta: float = 0.0  # least kl.beta of the next step
     lambda_: float = 0.0  # least mixture.lambda of the next step
     warned: bool = False  # there were symptoms less than PATIENCE steps ago
+    damaged: bool = False  # there was damage since the warning
     since_measure: int = 0  # steps with damage since the newest measure
     quiet: int = 0  # steps in a row without symptoms
     rollbacks: int = 0
-    must_roll_back: bool = False  # decided and not yet carried out
-    healthy_save: int | None = None  # step of the checkpoint to return to
-    recent_save: int | None = None  # becomes healthy_save if the run stays healthy
+    return_to: int | None = None  # step of a checkpoint; decided and not yet carried out
+    healthy_saves: tuple[int, ...] = ()  # steps of the newest healthy checkpoints, oldest first
+    recent_save: int | None = None  # becomes a healthy one if the run stays healthy
 
     @property
     def kept_saves(self) -> frozenset[int]:
         """Steps whose checkpoints the run may return to."""
-        return frozenset({self.healthy_save, self.recent_save} - {None})  # pyright: ignore
+        recent = () if self.recent_save is None else (self.recent_save,)
+        return frozenset({*self.healthy_saves, *recent})
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class Action:
     """One event of metrics.jsonl."""
 
     name: ActionName
-    details: dict[str, Any]  # evidence, and the least beta and lambda from the next step on
+    details: dict[str, Any]  # evidence, least beta and lambda from the next step on, what is next
 
 
 def decide(
@@ -73,62 +67,92 @@ def decide(
             not count: a run without the signal must decide the same.
     """
     if not config.acts:
-        state = GuardState(state.watched, warned=state.warned, quiet=state.quiet)
+        kept = {"warned": state.warned, "damaged": state.damaged, "quiet": state.quiet}
+        state = GuardState(state.watched, **kept)
     if config.policy == "off" or state.measure == "stopped":
         return state, []
-    state = replace(state, watched=observe(state.watched, values))
-    found = symptoms(state.watched)
-    damaged = is_damage(found, state.watched)
-    if found:
-        state, actions = _with_symptoms(config, state, found, damaged)
-    else:
-        state, actions = _without_symptoms(config, state, step, saved)
-    if not damaged:
-        state = replace(state, watched=learn(state.watched, values))
-    return state, actions
+    seen = watch(state.watched, values)
+    state = replace(state, watched=seen.watched)
+    if seen.symptoms:
+        return _with_symptoms(config, state, seen, values)
+    return _without_symptoms(config, state, step, saved)
 
 
 def _with_symptoms(
-    config: GuardConfig, state: GuardState, found: list[Symptom], damaged: bool
+    config: GuardConfig, state: GuardState, seen: Seen, values: Mapping[str, float | None]
 ) -> tuple[GuardState, list[Action]]:
+    damaged = state.damaged or seen.damaged
+    names: list[ActionName] = [] if state.warned else ["warned"]
+    if damaged and not state.damaged:
+        names.append("damaged")
+    state = replace(state, warned=True, damaged=damaged, quiet=0, recent_save=None)
+    if config.acts and seen.damaged:
+        measure, state = _measure(config, state, values)
+        names += measure
     evidence = {
-        "evidence": {
-            DETECTORS[symptom.name].metric: {
-                "recent": symptom.recent,
-                "normal": symptom.normal,
-                "bound": symptom.bound,
-            }
-            for symptom in found
-        }
+        DETECTORS[name].metric: {"recent": recent, "normal": normal, "bound": bound}
+        for name, recent, normal, bound in map(astuple, seen.symptoms)
     }
-    actions = [] if state.warned else [Action("warned", evidence)]
-    state = replace(state, warned=True, quiet=0, recent_save=None)
-    if not (config.acts and damaged):
-        return state, actions
-    state = replace(state, since_measure=state.since_measure + 1, **_raised(config, state))
-    if state.measure == "none":
-        action, state = "raised", replace(state, measure="raised", since_measure=0)
-    elif state.since_measure < PATIENCE:
-        return state, actions
-    else:
-        action, state = _next_measure(state)
+    details: dict[str, Any] = {"evidence": evidence, "next": _outlook(config, state)}
     held: dict[str, Any] = {"beta": state.beta, "lambda": state.lambda_}
-    if action == "rolled_back":
-        held |= {"to_step": state.healthy_save}
-    return state, [*actions, Action(action, evidence | held)]
+    if state.return_to is not None:
+        held |= {"to_step": state.return_to}
+    return state, [
+        Action(name, details if name in ("warned", "damaged") else details | held) for name in names
+    ]
 
 
-def _next_measure(state: GuardState) -> tuple[ActionName, GuardState]:
-    if state.healthy_save is None or state.rollbacks == MAX_ROLLBACKS:
-        return "stopped", replace(state, measure="stopped")
-    forgotten = {name: replace(series, recent=()) for name, series in state.watched.items()}
-    return "rolled_back", replace(
+def _measure(
+    config: GuardConfig, state: GuardState, values: Mapping[str, float | None]
+) -> tuple[list[ActionName], GuardState]:
+    """The measure after a step with damage, if one is due, and the state with it. To raise what is
+    at its bound is no measure."""
+    beta = _raised(state.beta, config.max_beta)
+    lambda_ = _raised(state.lambda_, config.max_lambda)
+    in_force = values.get("kl/beta") or state.beta, values.get("mixture/lambda") or state.lambda_
+    helps = beta > in_force[0] or lambda_ > in_force[1]
+    since = state.since_measure + 1
+    state = replace(state, beta=beta, lambda_=lambda_, since_measure=since)
+    if state.measure == "none" and helps:
+        return ["raised"], replace(state, measure="raised", since_measure=0)
+    target = _next_return(state)
+    if since < PATIENCE and (state.measure == "raised" or target is None):
+        return [], state
+    if target is None:
+        return ["stopped"], replace(state, measure="stopped")
+    forgotten = {name: replace(s, recent=(), worth=()) for name, s in state.watched.items()}
+    return ["rolled_back"], replace(
         state,
         watched=forgotten,
+        measure="raised",
         since_measure=0,
         rollbacks=state.rollbacks + 1,
-        must_roll_back=True,
+        return_to=target,
     )
+
+
+def _raised(value: float, largest: float) -> float:
+    return min(largest, max(2 * value, FIRST_SHARE * largest))
+
+
+def _next_return(state: GuardState) -> int | None:
+    """The checkpoint of the next return: the newest healthy one, then the one before it."""
+    if not state.healthy_saves or state.rollbacks == MAX_ROLLBACKS:
+        return None
+    return state.healthy_saves[max(0, len(state.healthy_saves) - 1 - state.rollbacks)]
+
+
+def _outlook(config: GuardConfig, state: GuardState) -> str:
+    """What the guard does next."""
+    if not config.acts:
+        return f"nothing, as guard.policy={config.policy}"
+    if state.measure == "stopped":
+        return "the run ends"
+    if not state.damaged:
+        return "a measure if there is damage"
+    target = _next_return(state)
+    then = "the run is stopped" if target is None else f"the run returns to step {target}"
+    return f"{then} after {PATIENCE - state.since_measure} more steps with damage"
 
 
 def _without_symptoms(
@@ -137,20 +161,12 @@ def _without_symptoms(
     state = replace(state, quiet=state.quiet + 1)
     actions: list[Action] = []
     if state.quiet >= PATIENCE and (state.warned or state.measure != "none"):
-        actions.append(Action("recovered", {"beta": state.beta, "lambda": state.lambda_}))
-        state = replace(state, warned=False, measure="none", since_measure=0)
+        state = replace(state, warned=False, damaged=False, measure="none", since_measure=0)
+        held = {"beta": state.beta, "lambda": state.lambda_, "next": _outlook(config, state)}
+        actions.append(Action("recovered", held))
     if state.recent_save is not None and step >= state.recent_save + HEALTHY_AFTER:
-        state = replace(state, healthy_save=state.recent_save, recent_save=None)
+        healthy = (*state.healthy_saves, state.recent_save)[-MAX_ROLLBACKS:]
+        state = replace(state, healthy_saves=healthy, recent_save=None)
     if config.acts and saved and state.recent_save is None and not state.warned:
         state = replace(state, recent_save=step)
     return state, actions
-
-
-def _raised(config: GuardConfig, state: GuardState) -> dict[str, Any]:
-    def of(value: float, largest: float) -> float:
-        return min(largest, max(2 * value, FIRST_SHARE * largest))
-
-    return {
-        "beta": of(state.beta, config.max_beta),
-        "lambda_": of(state.lambda_, config.max_lambda),
-    }

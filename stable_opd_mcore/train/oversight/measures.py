@@ -7,11 +7,12 @@ from dataclasses import replace
 from stable_opd_mcore.config.guard_settings import MOST_STEPS_BETWEEN_SAVES
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.monitoring.metric_sinks import GUARD_EVENT, MetricSinks
+from stable_opd_mcore.monitoring.metric_sinks import GUARD_EVENT, MetricSinks, read_run
 from stable_opd_mcore.parallel.world import on_first_rank
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.loss_weights import LossWeights
 from stable_opd_mcore.train.oversight.guard import Action
+from stable_opd_mcore.train.oversight.onset import starts_anew
 from stable_opd_mcore.train.persistence.checkpoint import find_fault, load_checkpoint
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
@@ -56,8 +57,22 @@ def write_actions(
         )
         names = {"beta": "beta now", "lambda": "lambda now", "to_step": "to step"}
         held = [f"{name} {details[key]:.3g}" for key, name in names.items() if key in details]
-        text = "; ".join(part for part in (found, ", ".join(held)) if part)
+        after = f"next: {details['next']}" if "next" in details else ""
+        text = "; ".join(part for part in (found, ", ".join(held), after) if part)
         logger.warning("step %d: guard %s: %s", step, action.name.replace("_", " "), text)
+
+
+def with_normal_values(run: Run, state: TrainState) -> TrainState:
+    """The state of a run that starts or resumes; without the guard's normal values where changed
+    settings make them those of another task. Collective."""
+
+    def anew() -> bool:
+        events = read_run(run.config.run.files.metrics)[1]
+        return any(starts_anew(event) for event in events if event["after_step"] == state.step)
+
+    if state.step == 0 or not on_first_rank(run.world, anew):
+        return state
+    return replace(state, guard=replace(state.guard, watched={}))
 
 
 def is_collapsed(run: Run, state: TrainState) -> bool:
@@ -73,10 +88,9 @@ def roll_back(run: Run, state: TrainState) -> TrainState:
     Raises:
         UserError: that checkpoint is damaged or gone.
     """
-    if not (run.config.guard.acts and state.guard.must_roll_back):
+    if not run.config.guard.acts or state.guard.return_to is None:
         return state
-    assert state.guard.healthy_save is not None
-    path = run.config.run.files.checkpoint(state.guard.healthy_save)
+    path = run.config.run.files.checkpoint(state.guard.return_to)
     if fault := find_fault(path):
         raise UserError(
             f"step {state.step}: the guard would return to {path}, which cannot be used: {fault}. "
@@ -88,7 +102,7 @@ def roll_back(run: Run, state: TrainState) -> TrainState:
     state = replace(
         state,
         weight_version=state.weight_version + 1,
-        guard=replace(state.guard, must_roll_back=False),
+        guard=replace(state.guard, return_to=None),
     )
     run.engine.publish(state.weight_version)
     return state
@@ -104,14 +118,13 @@ def refuse_collapsed(
         return
     files = run.config.run.files
     on_first_rank(run.world, lambda: write_report(files))
-    healthy = state.guard.healthy_save
-    if healthy is None:
+    if not state.guard.healthy_saves:
         remedy = (
             "There is no healthy checkpoint: start a new run with "
             f"checkpoint.every={MOST_STEPS_BETWEEN_SAVES} or less"
         )
     else:
-        place = files.checkpoint(healthy)
+        place = files.checkpoint(state.guard.healthy_saves[-1])
         start = f"Newest healthy checkpoint: {place}. Start a new run with student.path set to"
         if run.config.student.lora is None:
             remedy = f"{start} it"

@@ -1,21 +1,21 @@
 """Symptoms of a collapse in a run's metrics: which metric left its normal value, and how far.
 
-    watched = observe(watched, values)      # one step's metrics
-    found = symptoms(watched)
-    damaged = is_damage(found, watched)
-    watched = learn(watched, values)        # while the run is not damaged
+    seen = watch(watched, values)      # one step's metrics
+    seen.watched, seen.symptoms, seen.damaged
 
 A metric is compared with its own past (docs/method.md §9): the mean of the last WINDOW values
 against a mean that follows slowly. Its excess must be larger than the detector's least change and
 than the metric's noise. Symptoms without damage are drift: truncation also rises to .4 to .8 in
-healthy runs, and falls again. Damage is truncation near its ceiling, or its rise together with
-loops or with worse answers.
+healthy runs, and falls again. Damage is truncation near its ceiling or leaping, its rise together
+with a symptom of broken answers, or a loss of most accuracy (docs/guard.md).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple, cast
+
+from stable_opd_mcore.monitoring.metric_sinks import CHANGED_EVENT
 
 WINDOW = 5  # steps in the recent mean of a metric
 BASELINE = 20  # steps after which a normal value is known; before, nothing is a symptom
@@ -23,6 +23,9 @@ NOISE = 4.0  # standard errors of the recent mean that a change must exceed
 HORIZON = 3  # a normal value forgets after this many times BASELINE values
 CEILING = 0.9  # truncation rate above which few responses end by themselves
 SMALL_BUDGET = 0.5  # truncation rate at a run's start; above it the budget is small by design
+LEAP = 0.35  # rise of the truncation rate within WINDOW steps that no healthy run has shown
+LOST = 0.25  # accuracy below this share of its normal value is lost
+MEASURED = ("data.train", "environment", "objective", "sampling", "teacher")  # by the metrics
 
 
 @dataclass(frozen=True)
@@ -32,34 +35,46 @@ class Detector:
     metric: str
     worse: Literal["higher", "lower"]
     absolute: float  # least change that counts, in the metric's unit
-    relative: float = 0.0  # the same as a share of the normal value; the larger one holds
-    broken: bool = False  # a symptom of it makes a rise of truncation damage
+    kind: Literal["drift", "cut", "breaks"] = "drift"  # "cut" and "breaks" together are damage
+    relative: float = 0.0  # least change as a share of the normal value; the larger one holds
     rare: bool = False  # not written in every step: one value is enough
+    cut_rates: tuple[str, ...] = ()  # the first that is written: the share of responses not in it
+    counts_cut: bool = False  # they are in its mean, as 0
 
 
 TRUNCATION = "truncation"
+ACCURACY = "accuracy"
+_CUT, _EPISODES_CUT = "rollout/truncation_rate", "rollout/episode_truncation_rate"
+_TURNS = ("turn_1", "turn_2", "turn_3_4", "turn_5_8", "turn_9")  # as data/responses.py has them
 DETECTORS: dict[str, Detector] = {
-    TRUNCATION: Detector("rollout/truncation_rate", "higher", 0.1),
-    "repetition": Detector("tokens/repetitive_share", "higher", 0.1, broken=True),
-    "loop_advantage": Detector("advantage/abs_share_repetitive", "higher", 0.05, broken=True),
-    "actions": Detector("rollout/repeated_turn_rate", "higher", 0.15, broken=True),
-    "accuracy": Detector("rollout/accuracy_finished", "lower", 0.1, broken=True),
+    TRUNCATION: Detector(_CUT, "higher", 0.1, "cut"),
+    **{f"{TRUNCATION}_{part}": Detector(f"{_CUT}_{part}", "higher", 0.1, "cut") for part in _TURNS},
+    "repetition": Detector("tokens/repetitive_share", "higher", 0.1, "breaks"),
+    "loop_advantage": Detector("advantage/abs_share_repetitive", "higher", 0.05, "breaks"),
+    "actions": Detector("rollout/repeated_turn_rate", "higher", 0.15, "breaks"),
+    ACCURACY: Detector(
+        "rollout/accuracy_finished", "lower", 0.1, "breaks", cut_rates=(_EPISODES_CUT, _CUT)
+    ),
+    "teacher": Detector("kl/teacher", "higher", 0.05, "breaks", relative=0.5),
+    "stop": Detector(
+        "stop/student_mass", "lower", 0.2, "breaks", rare=True, cut_rates=(_CUT,), counts_cut=True
+    ),
     "length": Detector("rollout/response_length_mean", "higher", 0.0, relative=0.25),
-    "teacher": Detector("kl/teacher", "higher", 0.05, relative=1.0),
-    "stop": Detector("stop/student_mass", "lower", 0.2, rare=True),
     "overlap": Detector("overlap/student_mass", "lower", 0.1, rare=True),
 }
 
 
 @dataclass(frozen=True)
 class Series:
-    """What is remembered of one detector's metric."""
+    """What is remembered of one detector's metric. A value's worth is the share of the responses
+    that are in its mean."""
 
     recent: tuple[float, ...] = ()  # the last values, oldest first; at most WINDOW
-    learnt: int = 0  # how many values `normal` has learnt from, at most HORIZON * BASELINE
+    worth: tuple[float, ...] = ()  # of the last values
+    learnt: float = 0.0  # sum of the worths that `normal` has learnt from, at most HORIZON*BASELINE
     start: float = 0.0  # mean of the first BASELINE values
     normal: float = 0.0  # running mean
-    variance: float = 0.0  # squared distance of single values from it, on average
+    variance: float = 0.0  # squared distance of a value of worth 1 from it, on average
 
 
 @dataclass(frozen=True)
@@ -72,18 +87,56 @@ class Symptom:
     bound: float
 
 
-def observe(watched: Mapping[str, Series], values: Mapping[str, float | None]) -> dict[str, Series]:
-    """The series with one step's metrics. A metric that is absent or undefined leaves its series
-    as it was.
+class Seen(NamedTuple):
+    """The watched metrics after a step."""
+
+    watched: dict[str, Series]
+    symptoms: list[Symptom]
+    damaged: bool  # the symptoms are those of a collapse, and not of growth
+
+
+def watch(watched: Mapping[str, Series], values: Mapping[str, float | None]) -> Seen:
+    """Compare one step's metrics with their normal values, then learn from them.
+
+    Nothing is learnt in a step with damage or with a symptom that breaks, so what lasts does not
+    become normal. A metric that is absent or undefined leaves its series as it was.
     """
+    found = _by_detector(values)
     after = dict(watched)
-    for name, value in _finite(values).items():
-        series = after.get(name, Series())
-        after[name] = replace(series, recent=(*series.recent, value)[-_window(name) :])
-    return after
+    for name, (value, worth) in found.items():
+        series, size = after.get(name, Series()), _window(name)
+        worths = (*series.worth, worth)[-size:]
+        after[name] = replace(series, recent=(*series.recent, value)[-size:], worth=worths)
+    symptoms = _symptoms(after)
+    damaged = _is_damage(symptoms, after)
+    if not damaged and all(DETECTORS[symptom.name].kind != "breaks" for symptom in symptoms):
+        after |= {name: _learn(name, after[name], *each) for name, each in found.items()}
+    return Seen(after, symptoms, damaged)
 
 
-def symptoms(watched: Mapping[str, Series]) -> list[Symptom]:
+def starts_anew(event: Mapping[str, Any]) -> bool:
+    """Whether an event of metrics.jsonl changed what the metrics measure. Then no value of before
+    is normal."""
+    changes = event.get("changes")
+    if event["event"] != CHANGED_EVENT or not isinstance(changes, Mapping):
+        return False
+    keys = [str(key).removeprefix("contents of ") for key in cast("Mapping[str, Any]", changes)]
+    return any(key.startswith(MEASURED) for key in keys)
+
+
+def _by_detector(values: Mapping[str, float | None]) -> dict[str, tuple[float, float]]:
+    """The finite values of the detectors' metrics, and the share of responses behind each."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, detector in DETECTORS.items():
+        value = values.get(detector.metric)
+        rates = (values.get(rate) for rate in detector.cut_rates)
+        worth = 1.0 - next((rate for rate in rates if rate is not None), 0.0)
+        if value is not None and math.isfinite(value) and worth > 0:
+            found[name] = value / worth if detector.counts_cut else value, worth
+    return found
+
+
+def _symptoms(watched: Mapping[str, Series]) -> list[Symptom]:
     """The detectors whose recent mean is beyond its bound, in the order of DETECTORS.
 
     None before BASELINE steps. A metric that is written rarely needs two values then. CEILING
@@ -95,57 +148,55 @@ def symptoms(watched: Mapping[str, Series]) -> list[Symptom]:
     for name, detector in DETECTORS.items():
         series = watched.get(name, Series())
         wanted = 2 if detector.rare else BASELINE
-        if len(series.recent) < _window(name) or series.learnt < wanted:
+        if len(series.worth) < _window(name) or series.learnt < wanted:
             continue
-        recent = math.fsum(series.recent) / len(series.recent)
-        noise = NOISE * math.sqrt(series.variance / len(series.recent))
+        worth, pairs = math.fsum(series.worth), zip(series.recent, series.worth, strict=True)
+        recent = math.fsum(value * share for value, share in pairs) / worth
+        noise = NOISE * math.sqrt(series.variance / worth)
         change = max(detector.absolute, detector.relative * abs(series.normal), noise)
         bound = series.normal + (change if detector.worse == "higher" else -change)
-        if name == TRUNCATION and series.start <= SMALL_BUDGET:
+        if detector.kind == "cut" and series.start <= SMALL_BUDGET:
             bound = min(bound, CEILING)
         if recent > bound if detector.worse == "higher" else recent < bound:
             found.append(Symptom(name, recent, series.normal, bound))
     return found
 
 
-def is_damage(found: Sequence[Symptom], watched: Mapping[str, Series]) -> bool:
-    """Whether the symptoms are those of a collapse, and not of growth."""
-    cut = next((symptom for symptom in found if symptom.name == TRUNCATION), None)
-    if cut is None:
-        return False
-    capped = cut.recent > CEILING and watched[TRUNCATION].start <= SMALL_BUDGET
-    return capped or any(DETECTORS[symptom.name].broken for symptom in found)
+def _is_damage(found: Sequence[Symptom], watched: Mapping[str, Series]) -> bool:
+    cut = [symptom for symptom in found if DETECTORS[symptom.name].kind == "cut"]
+    broken = [symptom for symptom in found if DETECTORS[symptom.name].kind == "breaks"]
+    return bool(
+        (cut and broken)
+        or any(_is_cut_off(symptom.recent, watched[symptom.name]) for symptom in cut)
+        or any(each.name == ACCURACY and each.recent < LOST * each.normal for each in broken)
+    )
 
 
-def learn(watched: Mapping[str, Series], values: Mapping[str, float | None]) -> dict[str, Series]:
-    """The series with one step's metrics in the normal values.
+def _is_cut_off(recent: float, series: Series) -> bool:
+    """Whether truncation is near its ceiling or leaps there; not where the budget is small."""
+    rise = (sum(series.recent[-2:]) - sum(series.recent[:2])) / 2
+    return series.start <= SMALL_BUDGET and (recent > CEILING or rise > LEAP)
 
-    The normal value is the plain mean of the first HORIZON * BASELINE values; then it forgets.
+
+def _learn(name: str, series: Series, value: float, worth: float) -> Series:
+    """The series with a value in its normal value, which is the plain mean of the first
+    HORIZON * BASELINE values and then forgets.
+
     After a return to a checkpoint nothing is learnt until the recent mean can judge the run again.
     """
-    after = dict(watched)
-    for name, value in _finite(values).items():
-        series = after.get(name, Series())
-        if len(series.recent) < min(_window(name), series.learnt):
-            continue
-        learnt = min(series.learnt + 1, HORIZON * BASELINE)
-        change = value - series.normal
-        normal = series.normal + change / learnt
-        after[name] = replace(
-            series,
-            learnt=learnt,
-            start=normal if learnt <= BASELINE else series.start,
-            normal=normal,
-            variance=(1 - 1 / learnt) * (series.variance + change * change / learnt),
-        )
-    return after
+    if len(series.recent) < min(_window(name), series.learnt):
+        return series
+    learnt = min(series.learnt + worth, HORIZON * BASELINE)
+    share, change = worth / learnt, value - series.normal
+    normal = series.normal + share * change
+    return replace(
+        series,
+        learnt=learnt,
+        start=normal if learnt <= BASELINE else series.start,
+        normal=normal,
+        variance=(1 - share) * (series.variance + share * worth * change * change),
+    )
 
 
 def _window(name: str) -> int:
     return 1 if DETECTORS[name].rare else WINDOW
-
-
-def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
-    """The finite values of the detectors' metrics, by detector."""
-    found = {name: values.get(detector.metric) for name, detector in DETECTORS.items()}
-    return {n: value for n, value in found.items() if value is not None and math.isfinite(value)}

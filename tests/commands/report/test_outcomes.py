@@ -62,15 +62,19 @@ def test_means_of_windows():
     assert window_means([]) == []
 
 
-def test_first_damage_is_truncation_near_its_ceiling_and_not_its_rise():
+def test_first_damage_is_truncation_near_its_ceiling_and_not_its_growth():
     def rows(start, end, rate):
         return [{"step": step, "rollout/truncation_rate": rate} for step in range(start, end)]
 
-    healthy = rows(0, 25, 0.0)
-    assert first_damage(healthy + rows(25, 40, 0.8)) is None
-    found = first_damage(healthy + rows(25, 40, 1.0))
+    healthy = rows(0, 25, 0.0) + rows(25, 30, 0.3) + rows(30, 35, 0.6)
+    assert first_damage(healthy + rows(35, 45, 0.8)) is None
+    found = first_damage(healthy + rows(35, 45, 0.95))
     assert found is not None
     step, (symptom,) = found
-    assert step == 29  # the mean of five steps: 0.8, then 1
-    assert (symptom.name, symptom.recent) == ("truncation", 1)
+    assert step == 39
+    assert (symptom.name, symptom.recent) == ("truncation", pytest.approx(0.95))
     assert first_damage(rows(0, 40, 1.0)) is None  # a run that begins broken
+    leap = rows(0, 25, 0.0) + rows(25, 40, 0.8)
+    assert first_damage(leap) is not None
+    other_data = {"event": "settings_changed", "after_step": 24, "changes": {"data.train": [1, 2]}}
+    assert first_damage(leap, [other_data]) is None

@@ -71,7 +71,9 @@ def test_one_run(tmp_path):
     assert page.elements.count(("h1", {})) == 1
     assert {"a-run", "Held-out accuracy", "aime24"} <= set(page.text)
     assert page.count("details", id="differences") == 0
-    assert data_of(page)["events"] == [{"run": 0, "step": 2, "title": "guard: raise beta"}]
+    assert data_of(page)["events"] == [
+        {"run": 0, "step": 2, "title": "guard: raise beta", "kind": "other"}
+    ]
     assert {"after step 2", "guard: raise beta", "slope: 0.5"} <= set(page.text)
     assert [r["step"] for r in rollouts_of(page)["rollouts"]] == [1, 1, 30, 30]
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["report.html"]

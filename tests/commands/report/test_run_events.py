@@ -31,6 +31,13 @@ def test_changed_settings_and_a_guards_action():
     ]
 
 
+def test_symptom_damage_and_measure_are_three_kinds():
+    actions = ["warned", "damaged", "raised", "rolled_back", "stopped", "recovered", ["raised"]]
+    events = [{"event": "guard", "after_step": 5, "action": action} for action in actions]
+    kinds = [mark["kind"] for mark in marks([*events, {"event": "e", "after_step": 6}], run=0)]
+    assert kinds == ["symptom", "damage", *["measure"] * 3, *["other"] * 3]
+
+
 def test_long_deep_and_hostile_details_are_bounded_text():
     deep = {"x": 1}
     for _ in range(50):

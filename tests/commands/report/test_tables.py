@@ -41,7 +41,7 @@ def test_a_verdict_is_computed():
     rows = [{"step": step, "rollout/truncation_rate": float(step > 30)} for step in range(40)]
     assert verdict(rows[:20]) == MISSING
     assert verdict(rows[:30]) == "none"
-    assert verdict(rows) == "step 35: rollout/truncation_rate"
+    assert verdict(rows) == "step 31: rollout/truncation_rate"
 
 
 def test_settings_that_differ_are_listed_by_label():

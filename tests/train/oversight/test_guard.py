@@ -19,8 +19,8 @@ HEALTHY = {
     "tokens/repetitive_share": 0.0,
 }
 LONGER = HEALTHY | {"rollout/response_length_mean": 150.0}
-HUMP = LONGER | {"rollout/truncation_rate": 0.8, "kl/teacher": 0.4}
-DAMAGE = HUMP | {"tokens/repetitive_share": 0.5}
+HUMP = LONGER | {"rollout/truncation_rate": 0.4}
+DAMAGE = HUMP | {"rollout/truncation_rate": 0.8, "tokens/repetitive_share": 0.5}
 
 
 def follow(rows, config=ACT, state=None, first=1, every=10):
@@ -41,6 +41,7 @@ def test_measures_follow_one_another_while_damage_lasts():
     states, actions = follow([HEALTHY] * 45 + [DAMAGE] * 60)
     assert names(actions) == [
         (46, "warned"),
+        (47, "damaged"),
         (47, "raised"),
         (57, "rolled_back"),
         (71, "rolled_back"),
@@ -49,7 +50,16 @@ def test_measures_follow_one_another_while_damage_lasts():
     seen = actions[0][1].details["evidence"]["rollout/truncation_rate"]
     assert seen["recent"] == pytest.approx((4 * 0.1 + 0.8) / 5)
     assert seen["recent"] > seen["bound"] > seen["normal"] == pytest.approx(0.1)
-    assert actions[2][1].details["to_step"] == 30  # the save of step 40 had not proved healthy
+    returns = [action.details["to_step"] for _, action in actions if action.name == "rolled_back"]
+    assert returns == [30, 20]  # the save of step 40 had not proved healthy
+    assert [action.details["next"] for _, action in actions] == [
+        "a measure if there is damage",
+        "the run returns to step 30 after 10 more steps with damage",
+        "the run returns to step 30 after 10 more steps with damage",
+        "the run returns to step 20 after 10 more steps with damage",
+        "the run is stopped after 10 more steps with damage",
+        "the run ends",
+    ]
     assert states[-1].measure == "stopped"
     assert states[-1].rollbacks == guard.MAX_ROLLBACKS
     assert decide(ACT, states[-1], 106, HEALTHY, True) == (states[-1], [])
@@ -63,8 +73,22 @@ def test_beta_and_lambda_rise_to_their_bounds_and_stay():
     assert set(betas[first + 3 :]) == {0.8}
     assert states[first].lambda_ == 0.1
     assert states[-1].lambda_ == 0.4
-    assert [name for _, name in names(actions)] == ["warned", "raised", "recovered"]
+    assert [name for _, name in names(actions)] == ["warned", "damaged", "raised", "recovered"]
     assert states[-1].measure == "none"
+
+
+@pytest.mark.parametrize("in_force", [{"kl/beta": 0.8, "mixture/lambda": 0.4}, {}])
+def test_beta_and_lambda_at_their_bounds_are_no_measure(in_force):
+    """Those of the config, or the guard's own from an earlier collapse."""
+    before = [] if in_force else [HEALTHY] * 40 + [DAMAGE] * 6
+    rows = [HEALTHY | in_force] * 50 + [DAMAGE | in_force] * 3
+    _, actions = follow(before + rows)
+    assert [name for _, name in names(actions)][-3:] == ["warned", "damaged", "rolled_back"]
+    _, actions = follow(before + rows + rows[-1:] * 20, every=1000)  # no checkpoint to return to
+    assert [(step - len(before), name) for step, name in names(actions)][-2:] == [
+        (52, "damaged"),
+        (61, "stopped"),
+    ]
 
 
 def test_a_hump_of_truncation_is_a_warning_only():
@@ -75,25 +99,61 @@ def test_a_hump_of_truncation_is_a_warning_only():
     assert all(state.beta == 0 for state in states)
 
 
+CAPPED = HUMP | {"rollout/truncation_rate": 0.95}
+KNOWN = {
+    "rollout/truncation_rate": 0.1,
+    "advantage/abs_share_repetitive": 0.0,
+    "rollout/accuracy_finished": 0.5,
+    "rollout/truncation_rate_turn_3_4": 0.1,
+    "stop/student_mass": 0.9,
+}
+
+
 @pytest.mark.parametrize(
-    ("rows", "start", "acts"),
+    ("row", "start", "is_damage"),
     [
-        ([HUMP | {"rollout/truncation_rate": 0.95}] * 10, 0.1, True),
-        ([HUMP | {"rollout/truncation_rate": 0.95}] * 10, 0.6, False),  # a small budget by design
-        ([HUMP | {"advantage/abs_share_repetitive": 0.4}] * 10, 0.1, True),
-        ([HUMP | {"rollout/accuracy_finished": 0.2}] * 10, 0.1, True),
-        ([HUMP | {"rollout/accuracy_finished": 0.9}] * 10, 0.1, False),
-        ([LONGER | {"tokens/repetitive_share": 0.5}] * 10, 0.1, False),  # none is cut
+        (HUMP, {}, False),
+        (CAPPED, {}, True),
+        (CAPPED, {"rollout/truncation_rate": 0.6}, False),  # a small budget by design
+        (HUMP | {"advantage/abs_share_repetitive": 0.4}, {}, True),
+        (HUMP | {"rollout/accuracy_finished": 0.2}, {}, True),
+        (HUMP | {"rollout/accuracy_finished": 0.9}, {}, False),
+        (HUMP | {"kl/teacher": 0.4}, {}, True),
+        (HUMP | {"stop/student_mass": 0.3}, {}, True),  # of responses that end: 0.5 after 1
+        (HUMP | {"stop/student_mass": 0.6}, {}, False),  # 1 as before
+        ({"rollout/truncation_rate_turn_3_4": 0.4, "kl/teacher": 0.4}, {}, True),
+        (LONGER | {"tokens/repetitive_share": 0.5}, {}, False),  # none is cut
+        (HEALTHY | {"rollout/accuracy_finished": 0.2}, {}, False),
+        (HEALTHY | {"rollout/accuracy_finished": 0.1}, {}, True),  # nearly all of it is lost
+        (HUMP | {"rollout/truncation_rate": 0.8}, {}, True),  # it leaps
     ],
 )
-def test_truncation_near_its_ceiling_or_with_broken_answers_starts_measures(rows, start, acts):
-    known = {
-        "rollout/truncation_rate": start,
-        "advantage/abs_share_repetitive": 0.0,
-        "rollout/accuracy_finished": 0.5,
-    }
-    _, actions = follow([HEALTHY | known] * 40 + rows)
-    assert ("raised" in [name for _, name in names(actions)]) is acts
+def test_what_is_damage(row, start, is_damage):
+    _, actions = follow([HEALTHY | KNOWN | start] * 40 + [KNOWN | row] * 10)
+    assert ("raised" in [name for _, name in names(actions)]) is is_damage
+
+
+def test_few_responses_that_end_say_little_about_accuracy():
+    """With a small budget: of 32 responses 13 end, then one does, which is wrong in most steps."""
+    noise = random.Random(3)
+    shares = [sum(noise.random() < 0.6 for _ in range(13)) / 13 for _ in range(120)]
+
+    def rows(truncated, accuracies):
+        cut = {"rollout/truncation_rate": truncated}
+        return [HEALTHY | cut | {"rollout/accuracy_finished": share} for share in accuracies]
+
+    before, wrong = rows(0.6, shares), [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert not follow(before + rows(31 / 32, wrong))[0][-1].damaged
+    assert follow(before + rows(0.8, wrong))[0][-1].damaged
+
+
+def test_what_lasts_does_not_become_normal():
+    wrong = HEALTHY | KNOWN | {"rollout/accuracy_finished": 0.3}
+    states, actions = follow([HEALTHY | KNOWN] * 40 + [wrong] * 200 + [KNOWN | HUMP] * 9)
+    assert states[239].watched["accuracy"].normal == pytest.approx(0.5, abs=0.02)
+    assert names(actions)[0][1] == "warned"
+    late = follow([wrong | HUMP | {"rollout/accuracy_finished": 0.3}] * 6, state=states[239])
+    assert late[0][-1].damaged
 
 
 def test_the_ceiling_holds_also_where_truncation_rose_slowly():
@@ -111,7 +171,7 @@ def test_growth_becomes_normal():
 
 def test_growth_does_not_count_as_time_for_a_measure_to_help():
     rows = [HEALTHY] * 45 + [DAMAGE] * 2 + [HUMP] * 8 + [DAMAGE] * 3
-    assert [name for _, name in names(follow(rows)[1])] == ["warned", "raised"]
+    assert [name for _, name in names(follow(rows)[1])] == ["warned", "damaged", "raised"]
 
 
 def test_save_soon_after_a_warning_is_not_a_healthy_one():
@@ -125,7 +185,8 @@ def test_save_soon_after_a_warning_is_not_a_healthy_one():
 def test_warning_policy_changes_nothing_and_off_remembers_nothing():
     rows = [HEALTHY] * 40 + [DAMAGE] * 80
     states, actions = follow(rows, replace_policy("warn"))
-    assert [name for _, name in names(actions)] == ["warned"]
+    assert [name for _, name in names(actions)] == ["warned", "damaged"]
+    assert actions[-1][1].details["next"] == "nothing, as guard.policy=warn"
     assert (states[-1].beta, states[-1].measure) == (0, "none")
     assert follow(rows, replace_policy("off")) == ([GuardState()] * 120, [])
 
@@ -151,13 +212,16 @@ def test_healthy_noise_causes_no_action():
 
 def test_save_counts_as_healthy_only_after_patience_steps_without_symptoms():
     states, _ = follow([HEALTHY] * 60)
-    assert [state.healthy_save for state in states[:40]] == [None] * 19 + [10] * 10 + [20] * 10 + [
-        30
+    assert [state.healthy_saves for state in states[:40]] == [
+        *[()] * 19,
+        *[(10,)] * 10,
+        *[(10, 20)] * 10,
+        (20, 30),
     ]
     assert states[24].kept_saves == {10, 20}
     late, _ = follow([HEALTHY] * 24 + [DAMAGE] * 20, every=8)
     assert late[23].recent_save == 24  # that of step 16 came before step 8 had proved healthy
-    assert late[-1].healthy_save == 8
+    assert late[-1].healthy_saves == (8,)
     assert late[-1].recent_save is None
 
 
@@ -185,9 +249,9 @@ def test_state_from_a_checkpoint_decides_the_same(cut):
 
 def test_measures_end_when_the_policy_is_weakened():
     states, _ = follow([HEALTHY] * 45 + [DAMAGE] * 25)
-    assert states[-5].must_roll_back
+    assert states[-5].return_to == 30
     state, _ = decide(replace_policy("warn"), states[-5], 71, DAMAGE, saved=False)
     assert (state.measure, state.beta, state.lambda_) == ("none", 0, 0)
-    assert not state.must_roll_back
+    assert state.return_to is None
     stopped = replace(states[-1], measure="stopped")
     assert decide(replace_policy("warn"), stopped, 72, HEALTHY, False)[0].measure == "none"

@@ -54,7 +54,7 @@ def watch_learning_rate() -> None:
     onset.NOISE = 1.0  # the rise of the warm-up counts as noise of the rate
     onset.DETECTORS.clear()
     onset.DETECTORS["rate"] = Detector("optimizer/lr", "higher", 0.0)
-    guard.is_damage = lambda found, watched: bool(found)
+    onset._is_damage = lambda found, watched: bool(found)
 
 
 def run_to_collapse(rank: int, world_size: int, directory: str, name: str, sections: dict) -> None:
@@ -98,6 +98,7 @@ def runs(tmp_path_factory) -> Path:
 def test_measures_are_carried_out_in_order(runs):
     assert events_of(runs / "whole") == [
         ("warned", 4),
+        ("damaged", 4),
         ("raised", 4),
         ("rolled_back", 6),
         ("rolled_back", 8),
@@ -130,7 +131,7 @@ def test_stopped_run_has_a_report_and_names_the_healthy_checkpoint(runs):
     assert not (runs / "whole" / "model").exists()
     run_ranks(1, run_to_collapse, str(runs), "whole", {})  # resumed: it stays stopped
     assert (runs / "whole.message").read_text() == message
-    assert len(metrics_of(runs / "whole")) == 10 + 5
+    assert len(metrics_of(runs / "whole")) == 10 + 6
 
 
 def test_run_killed_between_decision_and_return_is_identical(runs):

@@ -58,22 +58,28 @@
     })]);
   }
 
+  // Colour and dashes of the line that marks an event, by its kind.
+  const LINES = {
+    symptom: ["var(--mark)", [1, 4]], damage: ["var(--bad)", []], measure: ["var(--accent)", [7, 3]], other: ["var(--soft)", [3, 3]],
+  };
+
   function plotEvents(u) {
     const { ctx, bbox } = u;
     ctx.save();
-    ctx.strokeStyle = ctx.fillStyle = colour("var(--mark)");
     ctx.lineWidth = devicePixelRatio;
     ctx.font = `${11 * devicePixelRatio}px sans-serif`;
     ctx.textAlign = "center";
     for (const event of shownEvents()) {
       const x = Math.round(u.valToPos(event.step, "x", true));
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
-      ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
+      const [stroke, dashes] = LINES[event.kind];
+      ctx.strokeStyle = ctx.fillStyle = colour(stroke);
+      ctx.setLineDash(dashes.map((length) => length * devicePixelRatio));
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
-      ctx.fillText("\u25BC", x, bbox.top + 6 * devicePixelRatio);
+      ctx.fillText(content.symbols[event.kind], x, bbox.top + 6 * devicePixelRatio);
     }
     ctx.restore();
   }
