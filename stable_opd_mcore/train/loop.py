@@ -165,7 +165,7 @@ def _train_directory(inputs: RunInputs, session: Session) -> None:
             if changed:
                 sinks.write_event(CHANGED_EVENT, state.step, {"changes": changed})
             keep_resolved(config)
-        state = with_normal_values(run, state)
+        state = with_normal_values(run.world, files, state)
         terminal.say(
             f"{'resuming' if state.step else 'starting'} at step {state.step} of "
             f"{config.train.steps}; results in {files.path}; stable-opd report --follow "

@@ -5,11 +5,11 @@
 
 RUN is a run's directory. FILE.csv has a row per step: `wave,arm,seed,step` and any of the columns
 in COLUMNS. An empty cell is a metric that the run did not publish; it is absent, not zero. A replay
-shows when the guard would have warned, taken its first measure and stopped the run. The trace goes
-on as it was, so a measure that would have helped is followed by those that would not have been
-needed.
+shows when the guard would have warned, found damage, which starts its measures, and stopped the
+run. The trace goes on as it was, so a measure that would have helped is followed by those that
+would not have been needed.
 
-Prints a line per run and, by how the runs ended, the share with a measure. Not here: the guard.
+Prints a line per run and, by how the runs ended, the share with damage. Not here: the guard.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from stable_opd_mcore.config.guard_settings import GuardConfig
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.atomic_files import write_atomically
 from stable_opd_mcore.host.run_directory import RunDirectory
-from stable_opd_mcore.monitoring.metric_sinks import read_metrics
+from stable_opd_mcore.monitoring.metric_sinks import read_run
 from stable_opd_mcore.train.oversight.guard import GuardState, decide
-from stable_opd_mcore.train.oversight.onset import CEILING, SMALL_BUDGET
+from stable_opd_mcore.train.oversight.onset import CEILING, SMALL_BUDGET, starts_anew
 
 COLUMNS = {
     "truncation_rate": "rollout/truncation_rate",
@@ -38,7 +38,9 @@ COLUMNS = {
     "accuracy_finished": "rollout/accuracy_finished",
     "repetitive_share": "tokens/repetitive_share",
     "kl_teacher": "kl/teacher",
+    "stop_student_mass": "stop/student_mass",
 }
+ANEW = "anew"  # 1 in the first step with other data
 SAVED_EVERY = 10  # steps between the checkpoints that the guard may return to
 HEALED = 0.3  # mean truncation of the last ten steps below which a run has healed
 WINDOW, START, END = 5, 20, 10  # steps of the recent mean, of a run's start and of its end
@@ -55,7 +57,8 @@ class Replay:
     arm: str
     seed: str  # the file's text
     first_warning: int | None
-    first_measure: int | None
+    first_damage: int | None
+    cut: float | None  # truncation rate then, mean of WINDOW steps
     stopped: int | None
 
 
@@ -88,17 +91,20 @@ def _number(cell: str | None) -> float | None:
 
 
 def read_runs(directories: Sequence[Path]) -> dict[Key, list[tuple[int, Row]]]:
-    """As `read_traces`, of runs' directories; the arm is the directory's name. Says which runs have
-    no rollouts and are left out.
+    """As `read_traces`, of runs' directories; the arm is the directory and the one it is in. Says
+    which runs have no rollouts and are left out.
     """
     runs: dict[Key, list[tuple[int, Row]]] = {}
     for directory in directories:
-        rows = read_metrics(RunDirectory(directory).metrics)
+        rows, events = read_run(RunDirectory(directory).metrics)
+        anew = {event["after_step"] + 1 for event in events if starts_anew(event)}
         steps = [
-            (row["step"], row) for row in rows if row.get("rollout/truncation_rate") is not None
+            (row["step"], {**row, ANEW: float(row["step"] in anew)})
+            for row in rows
+            if row.get("rollout/truncation_rate") is not None
         ]
         if steps:
-            runs["", directory.name, ""] = steps
+            runs["", "/".join(directory.absolute().parts[-3:]), ""] = steps
         else:
             print(f"{directory}: no rollouts, not replayed", file=sys.stderr)
     return runs
@@ -108,12 +114,15 @@ def replay(key: Key, rows: Sequence[tuple[int, Row]], config: GuardConfig) -> Re
     """The guard's decisions over one trace."""
     state, first = GuardState(), dict[str, int]()
     for step, values in rows:
+        if values.get(ANEW):
+            state = replace(state, watched={})
         state, actions = decide(config, state, step, values, saved=step % SAVED_EVERY == 0)
         for action in actions:
             first.setdefault(action.name, step)
     wave, arm, seed = key
-    stopped = first.get("stopped")
-    return Replay(wave, arm, seed, first.get("warned"), first.get("raised"), stopped)
+    damage = first.get("damaged")
+    cut = None if damage is None else dict(cut_means(rows)).get(damage)
+    return Replay(wave, arm, seed, first.get("warned"), damage, cut, first.get("stopped"))
 
 
 def ending(rates: Sequence[float]) -> str:
@@ -125,14 +134,17 @@ def ending(rates: Sequence[float]) -> str:
     return "healed" if mean < HEALED else "capped" if mean >= CEILING else "between"
 
 
-def first_capped(rows: Sequence[tuple[int, Row]]) -> int | None:
-    """The first step whose mean truncation of WINDOW steps is above CEILING."""
+def cut_means(rows: Sequence[tuple[int, Row]]) -> list[tuple[int, float]]:
+    """(step, mean truncation of the WINDOW steps up to it), from the first full window on."""
     cut = [(step, row["rollout/truncation_rate"]) for step, row in rows]
     cut = [(step, rate) for step, rate in cut if rate is not None]
-    for last in range(WINDOW, len(cut) + 1):
-        if sum(rate for _, rate in cut[last - WINDOW : last]) / WINDOW > CEILING:
-            return cut[last - 1][0]
-    return None
+    ends = range(WINDOW, len(cut) + 1)
+    return [(cut[end - 1][0], sum(r for _, r in cut[end - WINDOW : end]) / WINDOW) for end in ends]
+
+
+def first_capped(rows: Sequence[tuple[int, Row]]) -> int | None:
+    """The first step whose mean truncation is above CEILING."""
+    return next((step for step, mean in cut_means(rows) if mean > CEILING), None)
 
 
 def main() -> None:
@@ -147,19 +159,20 @@ def main() -> None:
     runs = read_runs(options.source) if file.is_dir() else read_traces(file)
     replays = {key: replay(key, rows, config) for key, rows in runs.items()}
     ended: dict[str, list[Key]] = {}
-    print(f"{'run':<36} {'warning':>8} {'measure':>8} {'stop':>6} {'capped':>7}  end")
+    print(f"{'run':<36} warning  damage   cut   stop  capped  end")
     for key, found in replays.items():
         rates = [row["rollout/truncation_rate"] for _, row in runs[key]]
         how = ending([rate for rate in rates if rate is not None])
         ended.setdefault(how, []).append(key)
-        numbers = (found.first_warning, found.first_measure, found.stopped, first_capped(runs[key]))
-        warning, measure, stop, capped = ("-" if step is None else step for step in numbers)
+        numbers = (found.first_warning, found.first_damage, found.stopped, first_capped(runs[key]))
+        warning, damage, stop, capped = ("-" if step is None else step for step in numbers)
+        cut = "-" if found.cut is None else f"{found.cut:.2f}"
         name = " ".join(part for part in key if part)
-        print(f"{name:<36} {warning:>8} {measure:>8} {stop:>6} {capped:>7}  {how}")
+        print(f"{name:<36} {warning:>7} {damage:>7} {cut:>5} {stop:>6} {capped:>7}  {how}")
     for how, keys in sorted(ended.items()):
-        measured = sum(replays[key].first_measure is not None for key in keys)
+        damaged = sum(replays[key].first_damage is not None for key in keys)
         stopped = sum(replays[key].stopped is not None for key in keys)
-        print(f"{how}: a measure in {measured} of {len(keys)} runs, a stop in {stopped}")
+        print(f"{how}: damage in {damaged} of {len(keys)} runs, a stop in {stopped}")
     if options.json:
         text = json.dumps([asdict(found) for found in replays.values()], indent=1)
         write_atomically(options.json, text.encode())

@@ -8,7 +8,7 @@ from stable_opd_mcore.config.guard_settings import MOST_STEPS_BETWEEN_SAVES
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.run_directory import RunDirectory
 from stable_opd_mcore.monitoring.metric_sinks import GUARD_EVENT, MetricSinks, read_run
-from stable_opd_mcore.parallel.world import on_first_rank
+from stable_opd_mcore.parallel.world import World, on_first_rank
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.loss_weights import LossWeights
 from stable_opd_mcore.train.oversight.guard import Action
@@ -62,15 +62,15 @@ def write_actions(
         logger.warning("step %d: guard %s: %s", step, action.name.replace("_", " "), text)
 
 
-def with_normal_values(run: Run, state: TrainState) -> TrainState:
+def with_normal_values(world: World, files: RunDirectory, state: TrainState) -> TrainState:
     """The state of a run that starts or resumes; without the guard's normal values where changed
     settings make them those of another task. Collective."""
 
     def anew() -> bool:
-        events = read_run(run.config.run.files.metrics)[1]
+        events = read_run(files.metrics)[1]
         return any(starts_anew(event) for event in events if event["after_step"] == state.step)
 
-    if state.step == 0 or not on_first_rank(run.world, anew):
+    if state.step == 0 or not on_first_rank(world, anew):
         return state
     return replace(state, guard=replace(state.guard, watched={}))
 

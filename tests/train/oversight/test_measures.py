@@ -3,6 +3,7 @@
 The learning rate of the warm-up, which rises by design, replaces the metrics of a collapse.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.config.objective_settings import KLConfig
 from stable_opd_mcore.data.rollout_files import read_rollouts
 from stable_opd_mcore.host.run_directory import RunDirectory
+from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.metric_sinks import MetricSinks
 from stable_opd_mcore.train.loss_weights import Adapted, loss_weights_of
 from stable_opd_mcore.train.oversight import guard, onset
@@ -18,9 +20,11 @@ from stable_opd_mcore.train.oversight.guard import Action, GuardState
 from stable_opd_mcore.train.oversight.measures import (
     CollapsedError,
     warn_of_equal_models,
+    with_normal_values,
     write_actions,
 )
-from stable_opd_mcore.train.oversight.onset import Detector
+from stable_opd_mcore.train.oversight.onset import Detector, Series
+from stable_opd_mcore.train.persistence.state import TrainState
 from tests.parallel.launch import run_ranks
 from tests.train.killed import run_killed_at
 from tests.train.runs import metrics_of, tiny_architecture, tiny_config
@@ -81,6 +85,24 @@ def test_a_recovered_run_says_what_is_in_force(tmp_path, caplog):
     assert caplog.messages == ["step 9: guard recovered: beta now 0.1, lambda now 0"]
     (event,) = metrics_of(config.run.path)
     assert (event["beta"], event["lambda"]) == (0.1, 0.0)
+
+
+def test_normal_values_are_forgotten_when_other_data_were_accepted(tmp_path, world):
+    """Also by a run that was killed after it had accepted them and before its next checkpoint."""
+    files, guard_state = (
+        RunDirectory(tmp_path),
+        GuardState({"length": Series(normal=9.0)}, beta=0.5),
+    )
+    state = TrainState(step=3, guard=guard_state)
+    with MetricSinks(tmp_path, config_of(tmp_path, "run"), 0) as sinks:
+        sinks.write(3, Metrics())
+        sinks.write_event("settings_changed", 3, {"changes": {"optimizer.lr": [1, 2]}})
+        assert with_normal_values(world, files, state) == state
+        sinks.write_event("settings_changed", 3, {"changes": {"data.train.path": ["a", "b"]}})
+    changed = with_normal_values(world, files, state)
+    assert changed.guard == replace(guard_state, watched={})
+    assert with_normal_values(world, files, replace(state, step=4)).guard == guard_state
+    assert with_normal_values(world, files, TrainState()) == TrainState()
 
 
 def events_of(directory: Path) -> list[tuple[str, int]]:
