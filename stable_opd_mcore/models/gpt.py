@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from stable_opd_mcore.models.layers.fp8 import (
     refuse_fp8_on_device,
 )
 from stable_opd_mcore.models.layers.linear import emulate_fp8
-from stable_opd_mcore.models.layers.rotary import RotaryByPosition
+from stable_opd_mcore.models.layers.rotary import RotaryByPosition, StackedRotary
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
 from stable_opd_mcore.models.weights import described_parameters, mark_shards, random_weights
 from stable_opd_mcore.parallel.world import World
@@ -162,7 +163,7 @@ def _attention_config(architecture: Architecture) -> dict[str, Any]:
     family, window = architecture.family, architecture.sliding_window
     settings: dict[str, Any] = {
         "add_qkv_bias": architecture.qkv_bias,
-        "softmax_scale": architecture.rotary.softmax_scale(architecture.head_dim),
+        "softmax_scale": architecture.softmax_scale,
         "attention_output_gate": family.gated_attention,
         "softmax_type": "learnable" if family.sinks else "vanilla",
     }
@@ -175,6 +176,9 @@ def _attention_config(architecture: Architecture) -> dict[str, Any]:
 
 def _activation_config(family: Family, *, fused: bool) -> dict[str, Any]:
     """Megatron's settings of the MLPs' gated activation."""
+    if family.gelu:
+        gelu = partial(torch.nn.functional.gelu, approximate="tanh")
+        return {"gated_linear_unit": True, "activation_func": gelu}
     if family.glu_limit is None:
         silu = torch.nn.functional.silu
         return {"gated_linear_unit": True, "activation_func": silu, "use_te_activation_func": fused}
@@ -277,15 +281,32 @@ def _build_chunk(
     for _, weight, entry in described_parameters([chunk]):
         if entry.fp32:
             weight.data = weight.data.float()
-    frequencies = architecture.rotary.frequencies()
-    if transformer_engine_is_usable():
-        chunk.rotary_pos_emb.inv_freq = frequencies.to(world.device)
-    else:
-        chunk.rotary_pos_emb = RotaryByPosition(frequencies, config.params_dtype)
+    _set_rotary(chunk, config.params_dtype, world.device)
+    if architecture.family.scaled_embedding and chunk.pre_process:
+        # As in transformers, the factor is rounded to the weights' precision.
+        root = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype).item()
+        chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output * root)
     if fp8 is not None:
         chunk.token_multiple = MULTIPLE
         emulate_fp8(chunk, fp8)
     return chunk.to(world.device)
+
+
+def _set_rotary(chunk: HiddenStatesGPTModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Give the chunk the rotary positions of its architecture, and its layers their choice."""
+    architecture = chunk.architecture
+    frequencies = [rotary.frequencies() for rotary in architecture.rotaries()]
+    if not transformer_engine_is_usable():
+        chunk.rotary_pos_emb = RotaryByPosition(frequencies, dtype)
+    else:
+        of_first = chunk.rotary_pos_emb
+        every = [copy(of_first) for _ in frequencies]
+        for each, own in zip(every, frequencies, strict=True):
+            each.inv_freq = own.to(device)
+        chunk.rotary_pos_emb = every[0] if len(every) == 1 else StackedRotary(every)
+    layers: Any = chunk.decoder.layers
+    for layer in layers:
+        layer.self_attention.rotary = int(layer.layer_number - 1 in architecture.local_layers)
 
 
 def leave_out_activations(chunk: torch.nn.Module) -> None:

@@ -26,7 +26,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from stable_opd_mcore.models.description.architecture import Architecture
-from stable_opd_mcore.models.layers.attention import RMSNorm, TorchSelfAttention, ZeroCentredRMSNorm
+from stable_opd_mcore.models.layers.attention import (
+    NormedSum,
+    RMSNorm,
+    StackedRotarySelfAttention,
+    TorchSelfAttention,
+    ZeroCentredRMSNorm,
+)
 from stable_opd_mcore.models.layers.attention_sinks import AttentionSinks
 from stable_opd_mcore.models.layers.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
 from stable_opd_mcore.models.layers.linear import TorchColumnLinear, TorchRowLinear, biased
@@ -56,6 +62,11 @@ def layer_spec(
     if architecture.attention_bias:
         attention = layer.submodules.self_attention.submodules
         attention.linear_proj = biased(attention.linear_proj)
+    if architecture.family.norms_after:
+        after = ModuleSpec(module=NormedSum, params={"config": config, "norm": norm})
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = after
+    if fused and architecture.local_rotary is not None:
+        layer.submodules.self_attention.module = StackedRotarySelfAttention
     if fused and architecture.delta_net is None:
         return layer
     number = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)

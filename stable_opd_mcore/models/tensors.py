@@ -99,6 +99,13 @@ _JOINED_DELTA_NET = {
 _ROUTER_WITH_BIAS = {
     name: Parameter((name,), "whole") for name in ("mlp.router.weight", "mlp.router.bias")
 }
+# Norms after attention and MLP change the name of the one before the MLP.
+_NORMS_AFTER = {
+    "self_attn_bda.norm.weight": _MLP_NORM,
+    "pre_mlp_layernorm.weight": Parameter(("pre_feedforward_layernorm.weight",), "whole"),
+    "mlp.linear_fc1.layer_norm_weight": Parameter(("pre_feedforward_layernorm.weight",), "whole"),
+    "mlp_bda.norm.weight": Parameter(("post_feedforward_layernorm.weight",), "whole"),
+}
 _DELTA_NET = [f"self_attention.{name}" for name in (
     "in_proj.weight", "in_proj_ba.weight", "conv_weight", "dt_bias", "A_log", "norm_weight",
     "out_proj.weight",
@@ -130,6 +137,8 @@ def _layer_entry(name: str, architecture: Architecture, first_expert: int = 0) -
             return _expert(first_expert + int(match["index"]), architecture)[match["end"]]
     if name in _ROUTER_WITH_BIAS and architecture.family.biases:
         return _ROUTER_WITH_BIAS[name]
+    if name in _NORMS_AFTER and architecture.family.norms_after:
+        return _NORMS_AFTER[name]
     entry = _LAYER[name]
     if architecture.family.joined_delta_nets:
         entry = _JOINED_DELTA_NET.get(name, entry)
@@ -179,7 +188,11 @@ def canonical_parameters(architecture: Architecture) -> list[Parameter]:
 
 def layer_parameters(architecture: Architecture, number: int) -> list[Parameter]:
     """Every parameter of the layer with this index, from 0."""
-    entries = _INPUT_NORM, *_mixer(architecture, number), _MLP_NORM, *_mlp(architecture)
+    has_more = architecture.family.norms_after
+    after, last = (["self_attn_bda.norm.weight"], ["mlp_bda.norm.weight"]) if has_more else ([], [])
+    norms = [_layer_entry(name, architecture) for name in (*after, "pre_mlp_layernorm.weight")]
+    ends = [_layer_entry(name, architecture) for name in last]
+    entries = _INPUT_NORM, *_mixer(architecture, number), *norms, *_mlp(architecture), *ends
     return [_in_layer(entry, number, architecture) for entry in entries]
 
 

@@ -53,6 +53,11 @@ class ModelSize:
         """Width of queries and, where the attention has them, of its gates."""
         return self.query_width * (2 if self.architecture.family.gated_attention else 1)
 
+    @property
+    def norms_per_layer(self) -> int:
+        """Norms of the residual stream, and of what is added to it, in one layer."""
+        return 4 if self.architecture.family.norms_after else 2
+
     def delta_layers(self, stage: int) -> int:
         """Layers of a stage with a gated delta net instead of attention."""
         chunk = self.layers_per_stage // self.layout.virtual
@@ -92,7 +97,8 @@ class ModelSize:
         """Parameters of one layer's norms, SwiGLU or shared expert, and router, without experts."""
         model = self.architecture
         biases = model.router_rows * model.family.biases
-        return self._dense_mlp_parameters() + (model.router_rows + 2) * model.hidden_size + biases
+        rows = model.router_rows + self.norms_per_layer
+        return self._dense_mlp_parameters() + rows * model.hidden_size + biases
 
     def _dense_mlp_parameters(self) -> int:
         """Parameters of one layer's MLP that every token passes, a shared expert's included."""
@@ -212,6 +218,9 @@ class ModelSize:
         queries, keys = self.query_width / t, self.key_width / t
         mlp = self.mlp_bytes()
         norms = 2 * self._norm_bytes(hidden, 1 / self.norm_ranks)
+        # The output of a norm after attention or MLP is only added.
+        after = self.norms_per_layer - 2
+        norms += after * (self.element * hidden + 4 / self.norm_ranks)
         # Rotated queries and keys, values, output
         mixer = self.element * 2 * (queries + keys)
         if delta:
@@ -245,7 +254,7 @@ class ModelSize:
         """Saved by one layer's MLP, or by its router and this rank's experts."""
         model = self.architecture
         # Gate and up, and their product; where it has no kernel of its own, every step is kept
-        widths = 3 if model.family.glu_limit is None else 8
+        widths = 4 if model.family.gelu else 3 if model.family.glu_limit is None else 8
         dense = self.element * widths * model.dense_width / self.layout.tensor
         if model.experts is None:
             return dense
@@ -263,7 +272,7 @@ class ModelSize:
 
     def saved_outside_layers(self, last: bool) -> float:
         """Saved per token outside the layers: ids, rotary angles, the last stage's final norm."""
-        inputs = 9 + self.element * self.architecture.rotary.size
+        inputs = 9 + self.element * sum(each.size for each in self.architecture.rotaries())
         return inputs + self.final_norm_bytes() if last else inputs
 
     def final_norm_bytes(self) -> float:

@@ -172,7 +172,7 @@ def machine_servers(
 def _refuse_windows(architecture: Architecture, role: Literal["student", "teacher"]) -> None:
     """Raise a UserError for sliding windows that SGLang reads over."""
     window = architecture.sliding_window
-    if window is None or architecture.family.sliding_windows == "typed":
+    if window is None or architecture.family.sliding_windows in ("typed", "patterned"):
         return
     remedies = {
         "student": f"student.window={window} (positions, none of which is then out of the window), "

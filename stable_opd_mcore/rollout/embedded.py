@@ -280,8 +280,11 @@ class EmbeddedEngine(RolloutEngine):
     def _new_cache(self, lengths: list[int], max_new_tokens: int) -> KVCache:
         chunk = self._chunks[0]
         positions_P = torch.arange(max(lengths) + max_new_tokens, dtype=torch.float32)
-        angles_PD = torch.outer(positions_P, chunk.architecture.rotary.frequencies())
-        return KVCache(lengths, angles_PD.to(self.world.device), chunk.config.params_dtype)
+        angles = [
+            torch.outer(positions_P, rotary.frequencies()).to(self.world.device)
+            for rotary in chunk.architecture.rotaries()
+        ]
+        return KVCache(lengths, angles, chunk.config.params_dtype)
 
     def _some_replica_runs(self, this_one: bool) -> bool:
         """Whether this replica or one that shares its experts runs a pass now. Collective."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
+from stable_opd_mcore.models.layers.attention import NormedSum, TorchSelfAttention
 from stable_opd_mcore.models.layers.attention_sinks import sinks_of, window_of
 from stable_opd_mcore.models.layers.gated_delta_net import GatedDeltaNet
 from stable_opd_mcore.models.layers.linear import linear
@@ -71,10 +72,16 @@ def run_layers(chunk: HiddenStatesGPTModel, hidden_TBH: Tensor, cache: KVCache) 
         is_delta_net = isinstance(layer.self_attention, GatedDeltaNet)
         mix = _delta_net if is_delta_net else _attention
         mixed_TBH = mix(layer.self_attention, layer.input_layernorm(hidden_TBH), cache)
-        hidden_TBH = hidden_TBH + mixed_TBH
-        hidden_TBH = hidden_TBH + layer.mlp.forward(layer.pre_mlp_layernorm(hidden_TBH))[0]
+        hidden_TBH = hidden_TBH + _added(layer.self_attn_bda, mixed_TBH)
+        output_TBH = layer.mlp.forward(layer.pre_mlp_layernorm(hidden_TBH))[0]
+        hidden_TBH = hidden_TBH + _added(layer.mlp_bda, output_TBH)
     norm = chunk.decoder.final_layernorm
     return hidden_TBH if norm is None else norm(hidden_TBH)
+
+
+def _added(into_sum: Any, output_TBH: Tensor) -> Tensor:
+    """What a layer adds of the output of its attention or MLP."""
+    return into_sum.norm(output_TBH) if isinstance(into_sum, NormedSum) else output_TBH
 
 
 def _attention(attention: SelfAttention, hidden_TBH: Tensor, cache: KVCache) -> Tensor:
@@ -84,6 +91,7 @@ def _attention(attention: SelfAttention, hidden_TBH: Tensor, cache: KVCache) -> 
         queries_and_keys,
         values,
         attention.config.softmax_scale,
+        rotary=cast(TorchSelfAttention, attention).rotary,
         sinks=sinks_of(attention),
         window=window_of(attention),
     )

@@ -12,6 +12,8 @@ size, P positions, E = 2 D numbers of a rotation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,14 +26,18 @@ _CELL_BLOCK = 128  # cells are allocated in multiples of this
 
 
 class KVCache:
-    """Cached keys and values of one batch; angles_PD: fp32 [positions, D/2], rotary angles."""
+    """Cached keys and values of one batch.
 
-    def __init__(self, prompt_lengths: list[int], angles_PD: Tensor, dtype: torch.dtype):
+    Args:
+        angles: rotary angles of each kind of layer, fp32 [positions, D/2].
+    """
+
+    def __init__(self, prompt_lengths: list[int], angles: Sequence[Tensor], dtype: torch.dtype):
         longest = max(prompt_lengths)
-        device = angles_PD.device
+        device = angles[0].device
         self.used = 0  # cells filled so far
         self.pad_B = longest - torch.tensor(prompt_lengths, dtype=torch.int64, device=device)
-        self._rotations_PE = rotations(angles_PD, dtype)
+        self._rotations = [rotations(angles_PD, dtype) for angles_PD in angles]
         self._dtype = dtype
         # keys and values of each layer, [B, G, capacity, D]
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -45,7 +51,7 @@ class KVCache:
         self._reserve(stop)
         cells_T = torch.arange(self.used, stop, device=self.pad_B.device)
         positions_TB = (cells_T[:, None] - self.pad_B[None]).clamp_(min=0)
-        self._rotation_TB11E = self._rotations_PE[positions_TB][:, :, None, None]
+        self._rotations_now = [each[positions_TB][:, :, None, None] for each in self._rotations]
         self._bias_B1TS = self._bias(cells_T, stop)
         self._stop = stop
         self._is_padding_TB = cells_T[:, None] < self.pad_B if self._padded else None
@@ -66,6 +72,7 @@ class KVCache:
         value_TBGD: Tensor,
         scale: float | None,
         *,
+        rotary: int = 0,
         sinks: Tensor | None = None,
         window: int | None = None,
     ) -> Tensor:
@@ -74,6 +81,7 @@ class KVCache:
         Args:
             queries_and_key: [T, B, G, R + 1, D]: a group's key comes after its queries.
             scale: what scores are multiplied by; None: 1/sqrt(D).
+            rotary: which of the rotary angles are the layer's.
             sinks, window: the layer's (models/layers/attention_sinks.py).
         """
         T, B, G, heads, D = queries_and_key.shape
@@ -82,7 +90,7 @@ class KVCache:
             shape = (B, G, self._capacity, D)
             self._layers[layer] = (value_TBGD.new_empty(shape), value_TBGD.new_empty(shape))
         keys, values = self._layers[layer]
-        rotated_BGHTD = rotate(queries_and_key, self._rotation_TB11E).permute(1, 2, 3, 0, 4)
+        rotated_BGHTD = rotate(queries_and_key, self._rotations_now[rotary]).permute(1, 2, 3, 0, 4)
         keys[:, :, self.used : self._stop] = rotated_BGHTD[:, :, R]
         values[:, :, self.used : self._stop] = value_TBGD.permute(1, 2, 0, 3)
         if sinks is not None or window is not None:

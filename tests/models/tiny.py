@@ -57,6 +57,24 @@ GPT_OSS = {
         "original_max_position_embeddings": 64,
     },
 }
+GEMMA3 = {
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 5,
+    "layer_types": [
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "sliding_attention",
+    ],
+    "query_pre_attn_scalar": 11,
+    "pad_token_id": None,  # transformers does not train the row of this one
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
 SECTIONS = {  # head_dim / 2 frequencies
     "rope_type": "default",
@@ -73,6 +91,14 @@ VISION = {
     "out_hidden_size": 32,
     "patch_size": 2,
 }
+GEMMA3_VISION = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
 OF_FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3_moe": EXPERTS | ALL_LAYERS,
@@ -80,6 +106,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA_NETS,
     "qwen3_5_moe_text": DELTA_NETS | EXPERTS | SHARED,
     "gpt_oss": GPT_OSS,
+    "gemma3_text": GEMMA3,
     "qwen3_next": DELTA_NETS | EXPERTS | ALL_LAYERS | SHARED,
 }
 VOCAB_SIZE = 53  # no multiple of any tensor size: the vocabulary is padded
@@ -92,12 +119,12 @@ def tolerance(architecture: Architecture) -> float:
 
 def config(model_type: str, **changes: Any) -> dict[str, Any]:
     """The fields of a config.json with four layers; `changes` of its decoder."""
-    if model_type in ("qwen3_5", "qwen3_5_moe", "qwen3_vl"):
+    if model_type in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "gemma3"):
         text = config(f"{model_type}_text", **changes)
         return {
             "model_type": model_type,
             "text_config": text,
-            "vision_config": VISION,
+            "vision_config": GEMMA3_VISION if model_type == "gemma3" else VISION,
             "tie_word_embeddings": text["tie_word_embeddings"],
         }
     return {

@@ -38,10 +38,13 @@ pytestmark = pytest.mark.slow
 
 TIED, QWEN3, MOE, DELTA = "qwen2 tied", "qwen3_vl", "qwen3_moe", "qwen3_5"
 SINKS, NEXT, DELTA_MOE = "gpt_oss", "qwen3_next", "qwen3_5_moe"
-WINDOWS = "qwen3 window and biases"
+WINDOWS, GEMMA = "qwen3 window and biases", "gemma3"
 LAYOUTS = {  # settings, and the models that have something of their own there
-    "TP2": ({"tensor": 2}, (QWEN3, DELTA)),
-    "TP2xPP2+SP": ({"tensor": 2, "pipeline": 2, "sequence": True}, (TIED, WINDOWS, MOE, DELTA)),
+    "TP2": ({"tensor": 2}, (QWEN3, DELTA, GEMMA)),
+    "TP2xPP2+SP": (
+        {"tensor": 2, "pipeline": 2, "sequence": True},
+        (TIED, WINDOWS, MOE, DELTA, GEMMA),
+    ),
     "PP2xVPP2": ({"pipeline": 2, "virtual_pipeline": 2}, (TIED, SINKS)),
     "DP4": ({}, (TIED,)),
     "EP2xPP2": ({"expert": 2, "pipeline": 2}, (MOE, SINKS, DELTA_MOE)),
@@ -55,6 +58,7 @@ MODELS = {
     SINKS: tiny.architecture("gpt_oss"),
     NEXT: tiny.architecture("qwen3_next"),
     DELTA_MOE: tiny.architecture("qwen3_5_moe"),
+    GEMMA: tiny.architecture("gemma3"),
     WINDOWS: tiny.architecture("qwen3", attention_bias=True, **tiny.WINDOWS),
 }
 LENGTHS = [[5, 9, 2], [7, 1, 3, 3], [13, 5], [2, 7, 5]]  # one for each data-parallel rank at least

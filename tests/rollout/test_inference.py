@@ -17,8 +17,10 @@ LENGTH = 9
 
 def hidden_in_pieces(chunk: HiddenStatesGPTModel, tokens_T: Tensor, first: int) -> Tensor:
     """[T, H]: the first tokens at once, then one by one."""
-    angles_PD = torch.outer(torch.arange(LENGTH), chunk.architecture.rotary.frequencies())
-    cache = KVCache([first], angles_PD, torch.float32)
+    positions_T = torch.arange(LENGTH)
+    rotaries = chunk.architecture.rotaries()
+    angles = [torch.outer(positions_T, each.frequencies()) for each in rotaries]
+    cache = KVCache([first], angles, torch.float32)
     found = []
     with inference_mode([chunk]):
         for piece_T in (tokens_T[:first], *tokens_T[first:].split(1)):
@@ -29,7 +31,8 @@ def hidden_in_pieces(chunk: HiddenStatesGPTModel, tokens_T: Tensor, first: int) 
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "llama", "qwen3_vl", "qwen3_moe", "qwen3_5", "gpt_oss", "qwen3_next"]
+    "family",
+    ["qwen2", "llama", "qwen3_vl", "qwen3_moe", "qwen3_5", "gpt_oss", "qwen3_next", "gemma3"],
 )
 def test_hidden_states_are_those_of_the_trainers_forward_pass(world, family):
     (chunk,) = build_model(tiny.architecture(family), world, trainable=True, recompute="full")

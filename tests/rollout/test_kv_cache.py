@@ -32,7 +32,7 @@ def test_attention_is_that_of_each_row_alone_as_the_cache_grows_and_rows_leave(p
     longest, new = max(prompt_lengths), 140  # more than one block of cells
     heads = (NUM_HEADS, NUM_GROUPS, NUM_GROUPS)
     qkv = [torch.randn(longest + new, 2, count, HEAD_SIZE, generator=generator) for count in heads]
-    cache = KVCache(prompt_lengths, ANGLES_PD, torch.float32)
+    cache = KVCache(prompt_lengths, [ANGLES_PD], torch.float32)
     rows, outputs = [0, 1], {0: [], 1: []}
     steps = [(0, longest), *((slot, slot + 1) for slot in range(longest, longest + new))]
     for start, stop in steps:

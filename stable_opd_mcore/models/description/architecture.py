@@ -18,12 +18,18 @@ from stable_opd_mcore.models.description.config_fields import (
 )
 from stable_opd_mcore.models.description.families import FAMILIES, Family
 from stable_opd_mcore.models.description.layer_types import (
+    FULL,
     LINEAR,
     SLIDING,
     layers_of_type,
     read_layer_types,
 )
-from stable_opd_mcore.models.description.rotary_settings import Rotary, RotaryScaling, read_rotary
+from stable_opd_mcore.models.description.rotary_settings import (
+    Rotary,
+    RotaryScaling,
+    of_layers,
+    read_rotary,
+)
 from stable_opd_mcore.models.description.unread_settings import read_keys
 
 # Two names of one setting. transformers reads one of them, or the one that comes last in the file.
@@ -86,7 +92,10 @@ class Architecture:
     vocab_size: int  # rows of the embedding as stored, which may exceed the tokenizer's
     max_positions: int
     rms_norm_eps: float
-    rotary: Rotary
+    rotary: Rotary  # but for local_layers
+    local_rotary: Rotary | None  # of local_layers; None: there are none
+    local_layers: tuple[int, ...]  # indices, from 0, of the layers with other rotary positions
+    score_divisor: float | None  # scores are divided by its root; None: head_dim
     tied: bool  # the output head is the embedding
     initializer_range: float
     attention_bias: bool  # queries, keys, values and output have biases by config.json
@@ -110,6 +119,18 @@ class Architecture:
     def output_bias(self) -> bool:
         """Whether the attention's output has a bias."""
         return self.family.biases or self.attention_bias
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """What scores are multiplied by; None: 1/sqrt(head_dim)."""
+        factor = self.rotary.score_factor
+        if factor == 1.0 and self.score_divisor in (None, self.head_dim):
+            return None
+        return factor / math.sqrt(self.score_divisor or self.head_dim)
+
+    def rotaries(self) -> list[Rotary]:
+        """The rotary positions of a model's layers; those of local_layers are the second."""
+        return [self.rotary, *([] if self.local_rotary is None else [self.local_rotary])]
 
     @property
     def num_attention_layers(self) -> int:
@@ -178,10 +199,11 @@ def read_architecture(
     fields = Fields(origin, family.with_defaults(decoder_settings(settings)))
     _refuse_unsupported(fields, family)
     heads, groups, head_dim = _heads(fields)
-    rotary = read_rotary(fields, head_dim, family.rotary_share, must_say=family.stretched)
+    rotary, local_rotary = _rotaries(fields, family, head_dim)
     _refuse_disagreements(fields, family, settings, rotary.scaling)
     types, max_positions = read_layer_types(fields, family), fields.count("max_position_embeddings")
     delta_layers, sliding_layers = layers_of_type(LINEAR, types), layers_of_type(SLIDING, types)
+    local_layers = sliding_layers if local_rotary is not None else ()
     if sliding_layers and fields.count("sliding_window") >= max_positions:
         sliding_layers = ()  # no token is out of the window
     eps = fields.number("rms_norm_eps", 1e-6)
@@ -201,6 +223,11 @@ def read_architecture(
         max_positions=max_positions,
         rms_norm_eps=eps,
         rotary=rotary,
+        local_rotary=local_rotary if local_layers else None,
+        local_layers=local_layers,
+        score_divisor=(
+            fields.number(family.score_divisor, head_dim) if family.score_divisor else None
+        ),
         tied=tied,
         initializer_range=fields.number("initializer_range", 0.02),
         attention_bias=family.attention_bias and fields.flag("attention_bias"),
@@ -301,6 +328,20 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
     return heads, groups, head_dim or hidden // heads
 
 
+def _rotaries(fields: Fields, family: Family, head_dim: int) -> tuple[Rotary, Rotary | None]:
+    """The rotary positions, and those of layers with a sliding window where these differ."""
+    share = family.rotary_share
+    if not family.typed_rotary:
+        return read_rotary(fields, head_dim, share, must_say=family.stretched), None
+    local = read_rotary(of_layers(fields, SLIDING), head_dim, share)
+    if local.scaling is not None:
+        raise UserError(
+            f"{fields.origin}: rope_type {local.scaling.kind!r} of {SLIDING} is not supported for "
+            f"{fields.values['model_type']}, where servers read 'default'; take another model"
+        )
+    return read_rotary(of_layers(fields, FULL), head_dim, share), local
+
+
 def _experts(fields: Fields, family: Family) -> Experts:
     # transformers 5 writes num_local_experts; published files have num_experts.
     key = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
@@ -347,6 +388,10 @@ def _changed(
     if window is not None:
         changed["max_position_embeddings"] = window
     if rope_theta is not None:
+        of_types = changed.get("rope_parameters")
+        if isinstance(of_types, dict) and isinstance(full := of_types.get(FULL), dict):
+            given = {**full, "rope_theta": rope_theta}
+            return {**changed, "rope_parameters": {**of_types, FULL: given}}
         holders = [
             key
             for key in ("rope_parameters", "rope_scaling")

@@ -29,17 +29,27 @@ class Family:
     # then in text_config, and its tensors in model.language_model
     text_type: str | None = None
     full_class: str | None = None  # in a model with other parts: transformers' class of the whole
+    # AutoModelForCausalLM gives the decoder by itself, and not the whole
+    has_causal_class: bool = False
     # RMSNorm multiplies by 1 + weight, except inside a gated delta net
     zero_centred_norms: bool = False
+    norms_after: bool = False  # attention and MLP each have another norm, of their output
+    scaled_embedding: bool = False  # embeddings are multiplied by the root of hidden_size
+    gelu: bool = False  # the MLP's gate passes GELU's tanh form instead of SiLU
+    # Key of config.json -> scores are divided by its root, and not by that of the head's size
+    score_divisor: str | None = None
+    # Layers with a sliding window have other rotary positions than those with full attention
+    typed_rotary: bool = False
     # The output of each query head is multiplied by a gate, whose rows are in q_proj
     gated_attention: bool = False
     rotary_share: float = 1.0  # rotated share of a head's elements, if config.json gives none
     stretched: bool = False  # transformers stretches the window if rope_parameters are absent
     delta_nets: bool = False  # layers of type linear_attention have a gated delta net instead
     # How config.json says which layers read only the last tokens. typed: layer_types names them.
+    # patterned: layer_types names them, or all but every n-th do by sliding_window_pattern.
     # switched: layer_types or max_window_layers name them, once use_sliding_window is true.
     # all: every layer does if sliding_window is set.
-    sliding_windows: Literal["typed", "switched", "all"] | None = None
+    sliding_windows: Literal["typed", "patterned", "switched", "all"] | None = None
     attention_bias: bool = False  # config.json's attention_bias gives q, k, v and output a bias
     sinks: bool = False  # each head has a sink (models/layers/attention_sinks.py)
     biases: bool = False  # the attention's output, the router and the experts have biases
@@ -52,6 +62,8 @@ class Family:
     joined_delta_nets: bool = False
     # Prefixes of the tensors of other parts of the model, which are not built but copied on export
     carried: tuple[str, ...] = ()
+    # In a model with other parts: what the decoder's names begin with in files, if not as in memory
+    file_prefix: str | None = None
 
     def with_defaults(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The decoder's settings, and the values of the keys that config.json lacks."""
@@ -59,8 +71,16 @@ class Family:
 
     @property
     def prefix(self) -> str:
-        """What the names of the decoder's tensors begin with."""
+        """What the names of the decoder's tensors begin with in files."""
+        return self.file_prefix or self._module_prefix
+
+    @property
+    def _module_prefix(self) -> str:
         return "model.language_model." if self.text_type else "model."
+
+    def in_module(self, name: str) -> str:
+        """The name of one of the files' tensors in transformers' model in memory."""
+        return name.replace(self.prefix, self._module_prefix, 1)
 
 
 _PLAIN = {
@@ -115,6 +135,37 @@ _QWEN3_5_MOE: dict[str, Any] = {
     **_SHARED_EXPERT,
     "supported": _QWEN3_5["supported"] | {"norm_topk_prob": True},
 }
+_GEMMA3: dict[str, Any] = {
+    "qkv_bias": False,
+    "qk_norm": True,
+    "attention_bias": True,
+    "zero_centred_norms": True,
+    "norms_after": True,
+    "scaled_embedding": True,
+    "gelu": True,
+    "score_divisor": "query_pre_attn_scalar",
+    "sliding_windows": "patterned",
+    "typed_rotary": True,
+    # as in transformers, since published files leave out what is equal there
+    "defaults": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    "spellings": {"use_bidirectional_attention": (None,)},
+}
+_GEMMA3_SUPPORTED = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+    "quantization_config": None,
+}
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, supported=_PLAIN, **_WINDOWS),
     "qwen3": Family("Qwen3ForCausalLM", supported=_PLAIN, **_QWEN3, **_WINDOWS),
@@ -153,6 +204,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen3_5ForCausalLM",
         text_type="qwen3_5_text",
         full_class="Qwen3_5ForConditionalGeneration",
+        has_causal_class=True,
         **_QWEN3_5,
     ),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_QWEN3_5),
@@ -160,6 +212,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen3_5MoeForCausalLM",
         text_type="qwen3_5_moe_text",
         full_class="Qwen3_5MoeForConditionalGeneration",
+        has_causal_class=True,
         **_QWEN3_5_MOE,
     ),
     "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", **_QWEN3_5_MOE),
@@ -172,6 +225,17 @@ FAMILIES: dict[str, Family] = {
         **_HYBRID | {"spellings": _HYBRID["spellings"] | _NO_LAYERS},
         **_SHARED_EXPERT,
     ),
+    # Gemma 3: with images, and of text alone
+    "gemma3": Family(
+        "Gemma3ForCausalLM",
+        text_type="gemma3_text",
+        full_class="Gemma3ForConditionalGeneration",
+        supported=_GEMMA3_SUPPORTED | {"tie_word_embeddings": True},
+        carried=("vision_tower.", "multi_modal_projector."),
+        file_prefix="language_model.model.",
+        **_GEMMA3,
+    ),
+    "gemma3_text": Family("Gemma3ForCausalLM", supported=_GEMMA3_SUPPORTED, **_GEMMA3),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         qkv_bias=True,

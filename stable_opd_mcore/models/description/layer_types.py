@@ -56,11 +56,16 @@ def _read(fields: Fields, known: set[str]) -> Sequence[str] | None:
 
 
 def _usual_types(fields: Fields, number: int, family: Family) -> list[str]:
-    """transformers' default: every second or fourth layer, or as configured, has full attention."""
+    """transformers' default: every second, fourth or sixth layer, or as configured, has full
+    attention."""
     if family.sliding_windows == "switched":
         first = fields.whole("max_window_layers")
         return [SLIDING if i >= first else FULL for i in range(number)]
-    every = fields.count("full_attention_interval", 4) if family.delta_nets else 2
+    every = 2
+    if family.delta_nets:
+        every = fields.count("full_attention_interval", 4)
+    elif family.sliding_windows == "patterned":
+        every = fields.count("sliding_window_pattern", 6)
     other = LINEAR if family.delta_nets else SLIDING
     return [FULL if (i + 1) % every == 0 else other for i in range(number)]
 

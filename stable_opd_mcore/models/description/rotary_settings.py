@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.description.config_fields import Fields
+from stable_opd_mcore.models.description.layer_types import FULL, SLIDING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _ORIGINAL = "original_max_position_embeddings"
+# Of layers with full attention and with a sliding window, where these differ: the key of the base
+# outside rope_parameters, and transformers' value if it is absent
+_BASES = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}
 # Keys of YaRN that servers (SGLang, vLLM) read, and transformers does not
 _OF_SERVERS = ("attn_factor", "apply_yarn_scaling", "extrapolation_factor")
 # rope_type -> the keys of `rope_parameters` that it needs, and those that it also reads
@@ -58,11 +62,10 @@ class Rotary:
     theta: float
     scaling: RotaryScaling | None
 
-    def softmax_scale(self, head_dim: int) -> float | None:
-        """What scores are multiplied by; None: 1/sqrt(head_dim)."""
-        if self.scaling is None or self.scaling.attention_factor == 1.0:
-            return None
-        return self.scaling.attention_factor**2 / math.sqrt(head_dim)
+    @property
+    def score_factor(self) -> float:
+        """What the stretching multiplies scores by."""
+        return 1.0 if self.scaling is None else self.scaling.attention_factor**2
 
     def frequencies(self) -> Tensor:
         """Radians per position, fp32 [size / 2]."""
@@ -156,6 +159,33 @@ def read_rotary(fields: Fields, head_dim: int, share: float, *, must_say: bool =
     if kind == "yarn":
         _refuse_another_reading(inner, scaling)
     return Rotary(size, theta, scaling)
+
+
+def of_layers(fields: Fields, kind: str) -> Fields:
+    """The fields with the rotary settings of the layers of one type, where the types differ.
+
+    `rope_parameters` has an object for each type. Before transformers 5, `rope_theta` and
+    `rope_scaling` were of layers with full attention, and layers with a sliding window had only
+    `rope_local_base_freq`.
+    """
+    values, given = dict(fields.values), fields.get("rope_parameters") or {}
+    if not isinstance(given, Mapping) or not given.keys() <= _BASES.keys():
+        raise UserError(
+            f"{fields.origin}: rope_parameters={given!r:.80} is not supported for "
+            f"{values['model_type']}; expected an object for each of {', '.join(_BASES)}: correct "
+            "config.json"
+        )
+    key, base = _BASES[kind]
+    outer = values.pop(key, None)
+    if kind == SLIDING:
+        values.pop("rope_theta", None)
+        values.pop("rope_scaling", None)
+    own = _object(Fields(fields.origin, given), kind)
+    if outer is None and own.get("rope_theta") is None:
+        outer = base
+    if outer is not None:
+        values["rope_theta"] = outer
+    return Fields(fields.origin, {**values, "rope_parameters": own or None})
 
 
 def _refuse_another_reading(given: Fields, scaling: RotaryScaling) -> None:

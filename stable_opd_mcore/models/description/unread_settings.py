@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from stable_opd_mcore.models.description.config_fields import decoder_settings
+from stable_opd_mcore.models.description.config_fields import Fields, decoder_settings
 from stable_opd_mcore.models.description.families import FAMILIES, Family
-from stable_opd_mcore.models.description.rotary_settings import unread_rotary_settings
+from stable_opd_mcore.models.description.layer_types import FULL, SLIDING
+from stable_opd_mcore.models.description.rotary_settings import of_layers, unread_rotary_settings
 
 # Keys that models/description/architecture.py reads, in addition to those of each family.
 _READ = {
@@ -31,7 +32,8 @@ _WITHOUT_EFFECT = {
     "_attn_implementation_autoset", "unsloth_version", "unsloth_fixed", "vision_config",
     "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype",
-    "experts_per_token", "initial_context_length", "auto_map",
+    "experts_per_token", "initial_context_length", "auto_map", "cache_implementation",
+    "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image",
 }  # fmt: skip
 # A sliding window of Qwen's is off unless use_sliding_window is true; Llama has no such switch.
 _WINDOWS = {"sliding_window", "max_window_layers"}
@@ -60,6 +62,10 @@ def read_keys(family: Family) -> set[str]:
     keys |= {"shared_expert_intermediate_size"} if family.shared_expert else set()
     keys |= {"attention_bias"} if family.attention_bias else set()
     keys |= {"sliding_window"} if family.sliding_windows else set()
+    keys |= {family.score_divisor} if family.score_divisor else set()
+    keys |= {"rope_local_base_freq"} if family.typed_rotary else set()
+    if family.sliding_windows == "patterned":
+        keys |= {"sliding_window_pattern", "_sliding_window_pattern"}
     switch = {"use_sliding_window", "max_window_layers"}
     return keys | (switch if family.sliding_windows == "switched" else set())
 
@@ -76,7 +82,10 @@ def unread_settings(fields: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in settings.items()
         if value is not None and key not in known and value != _SAME_AS_ABSENT.get(key)
     }
-    found |= unread_rotary_settings(settings, has_share=family.rotary_share != 1.0)
+    given = Fields("config.json", settings)
+    kinds = [of_layers(given, kind) for kind in (FULL, SLIDING)] if family.typed_rotary else [given]
+    for each in kinds:
+        found |= unread_rotary_settings(each.values, has_share=family.rotary_share != 1.0)
     classes, stem = settings.get("architectures"), family.sglang_class.removesuffix(_HEADS[0])
     if isinstance(classes, list) and not any(
         str(name).startswith(stem) and str(name).endswith(_HEADS) for name in classes

@@ -27,7 +27,6 @@ from stable_opd_mcore.host.atomic_files import atomic_directory, describe_space
 from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models.description.architecture import Architecture
-from stable_opd_mcore.models.description.families import FAMILIES
 from stable_opd_mcore.models.files.adapted import adapted_shapes, last_name
 from stable_opd_mcore.models.files.peft_settings import CONFIG, MERGED_SETTINGS, WEIGHTS
 from stable_opd_mcore.models.files.small_files import TRAINED
@@ -69,7 +68,8 @@ def export_adapter(
     lora, architecture = config_of(chunks), architecture_of(chunks)
     stacks = _expert_stacks(architecture, lora) if architecture.family.stacked_experts else set()
     parts: dict[str, list[Tensor]] = {}  # of all experts, or the only one
-    for name, a_RI, b_OR in iter_factors(chunks):
+    for file_name, a_RI, b_OR in iter_factors(chunks):
+        name = architecture.family.in_module(file_name)
         if dist.get_rank() == 0:
             padded_a_RI, padded_b_OR = _padded(a_RI, b_OR, lora)
             if _holds_gate_up(name):
@@ -84,7 +84,7 @@ def export_adapter(
         try:
             with atomic_directory(directory) as partial:
                 settings = adapter_config(kept, lora, base, architecture)
-                if f"{architecture.model_type}_text" in FAMILIES:
+                if architecture.family.has_causal_class:
                     inner = {name.replace(".language_model", "", 1): kept[name] for name in kept}
                     (partial / CAUSAL_LM).mkdir()
                     _write(inner, settings, partial / CAUSAL_LM)

@@ -10,6 +10,7 @@ keys of all ranks are gathered. Not for decoding: rollout/ has its own cached at
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -39,6 +40,26 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore
+
+
+class NormedSum(torch.nn.Module):
+    """What a layer adds to its input, after a norm of it. It replaces Megatron's sum."""
+
+    def __init__(self, config: Any, norm: Any) -> None:
+        super().__init__()
+        self.norm = norm(
+            config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
+
+    def forward(self, *_: bool) -> Callable[..., Tensor]:
+        """Megatron asks for the sum first, and calls it with output, bias and input."""
+        return self._sum
+
+    def _sum(
+        self, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, _dropout: float
+    ) -> Tensor:
+        output, bias = output_with_bias
+        return residual + self.norm(output if bias is None else output + bias)
 
 
 class ZeroCentredRMSNorm(RMSNorm):
@@ -155,8 +176,19 @@ class PackedSequences(PackedSeqParams):
         return cls(**described, buckets=buckets, keys=keys)
 
 
+class StackedRotarySelfAttention(SelfAttention):
+    """Megatron's self-attention with the rotary positions of its kind of layer among several."""
+
+    rotary: int = 0  # which of them
+
+    def forward(self, *inputs: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:  # pyright: ignore
+        return super().forward(*inputs, rotary_pos_emb=rotary_pos_emb[self.rotary], **options)
+
+
 class TorchSelfAttention(SelfAttention):
     """Megatron's self-attention, computed by torch's scaled_dot_product_attention."""
+
+    rotary: int = 0  # which of a model's rotary positions it has
 
     def forward(
         self,
@@ -174,7 +206,8 @@ class TorchSelfAttention(SelfAttention):
             tuple[Tensor, ...],
             self.get_query_key_value_tensors(hidden_states, None, output_gate=is_gated),
         )
-        heads = (rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), value)
+        rotation = rotary_pos_emb[self.rotary]
+        heads = (rotate(query, rotation), rotate(key, rotation), value)
         buckets, keys = packed_seq_params.buckets, packed_seq_params.keys
         output = _packed(
             *heads,

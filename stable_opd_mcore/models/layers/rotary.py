@@ -6,6 +6,7 @@ Shapes: s tokens of a sequence, b sequences, D rotated elements of a head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,28 +35,45 @@ def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
 class RotaryByPosition(torch.nn.Module):
     """Replaces Megatron's: rotations per token; the model sets `positions` before each forward."""
 
-    def __init__(self, frequencies: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, frequencies: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """frequencies: fp32 [D/2], of each kind of layer."""
         super().__init__()
-        self._frequencies = frequencies  # fp32 [D/2]; not a buffer, to stay out of checkpoints
+        self._frequencies = torch.stack(list(frequencies))  # no buffer, to stay out of checkpoints
         self._dtype = dtype
-        self._table = torch.empty(0, frequencies.numel() * 4, dtype=dtype)
+        kinds, half = self._frequencies.shape
+        self._table = torch.empty(kinds, 0, half * 4, dtype=dtype)
         self.positions: Tensor | None = None  # [b, s]
 
     def get_rotary_seq_len(self, *unused: Any, **also_unused: Any) -> int:
         return 0  # Megatron passes it to forward, which ignores it
 
     def forward(self, unused_length: int, **unused: Any) -> Tensor:
-        """[s, b, 1, 2 D], for `rotate`."""
+        """[s, b, 1, 2 D] of each kind of layer, for `rotate`."""
         assert self.positions is not None
         longest = int(self.positions.max()) + 1
-        if longest > self._table.shape[0] or self._table.device != self.positions.device:
+        if longest > self._table.shape[1] or self._table.device != self.positions.device:
             self._grow(longest)
-        return self._table[self.positions.transpose(0, 1)].unsqueeze(2)
+        return self._table[:, self.positions.transpose(0, 1)].unsqueeze(3)
 
     def _grow(self, length: int) -> None:
         length = 1 << (length - 1).bit_length()
         assert self.positions is not None
         device = self.positions.device
         positions = torch.arange(length, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, self._frequencies.to(device))
+        angles = positions[:, None] * self._frequencies.to(device)[:, None]
         self._table = rotations(angles, self._dtype)
+
+
+class StackedRotary(torch.nn.Module):
+    """The rotary embeddings of several kinds of layers, each Megatron's, for Transformer Engine."""
+
+    def __init__(self, kinds: Sequence[Any]) -> None:
+        super().__init__()
+        self._kinds = tuple(kinds)
+
+    def get_rotary_seq_len(self, *arguments: Any, **options: Any) -> int:
+        return self._kinds[0].get_rotary_seq_len(*arguments, **options)
+
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        """What Megatron's gives for each kind of layer."""
+        return torch.stack([kind(*arguments, **options) for kind in self._kinds])

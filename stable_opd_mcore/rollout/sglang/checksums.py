@@ -47,6 +47,7 @@ _ROWS = (
 )
 _DELTA_CHANNELS = ("in_proj_qkv", "conv1d.weight")  # rows of q, k and v, each cut by itself
 _UNTRAINED = "visual."  # a server's parameters for which the trainer has no tensor
+_EMBEDDING = "model.embed_tokens.weight"  # whole on every rank where its outputs are scaled
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 # SGLang pads these with zeros to a multiple
 _VOCABULARY_MULTIPLE = 64  # the vocabulary's rows
@@ -152,7 +153,8 @@ class ExpectedChecksums:
         if name.endswith(_COLUMNS):
             is_mlp = name.endswith("down_proj.weight")
             return self._cut(tensor, rank, 1, self._mlp_multiple if is_mlp else 1)
-        if name.endswith(_VOCABULARY):
+        is_whole = name == _EMBEDDING and self._architecture.family.scaled_embedding
+        if name.endswith(_VOCABULARY) and not is_whole:
             return self._cut(tensor, rank, 0, _VOCABULARY_MULTIPLE)
         return tensor
 

@@ -89,6 +89,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
     },
+    "gemma3": {  # Gemma 3 4B's, whose decoder has an object of its own
+        "hidden_size": 2560,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "intermediate_size": 10240,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 2,
+    },
     "llama": {
         "hidden_size": 2048,
         "num_attention_heads": 32,

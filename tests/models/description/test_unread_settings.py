@@ -16,11 +16,13 @@ from tests.models.description.test_architecture import YARN
 def test_settings_that_switch_something_on_are_named_and_those_of_transformers_are_not(model_type):
     fields = AutoConfig.for_model(**tiny.config(model_type)).to_dict()
     assert unread_settings(read_architecture(fields).source) == {}
-    found = {"auto_map": {"AutoModelForCausalLM": "a.B"}, "final_logit_softcapping": 30.0}
+    found = {"auto_map": {"AutoModelForCausalLM": "a.B"}, "logits_scaling": 30.0}
     inner = fields.get("text_config", fields)
     found |= {"attention_dropout": 0.1, "use_bias": False, "attention_layers": []}
     inner |= found | {"residual_multiplier": None, "use_mrope": False}
-    inner["rope_parameters"] |= {"ext_factor": 1.0, "mscale": None}
+    rotary = inner["rope_parameters"]
+    rotary = rotary.get("full_attention", rotary)
+    rotary |= {"ext_factor": 1.0, "mscale": None}
     assert unread_settings(fields) == found | {"rope_parameters.ext_factor": 1.0}
     inner["auto_map"] = {"AutoConfig": "a.B", "AutoTokenizer": ["a.B", None]}
     assert "auto_map" not in unread_settings(fields)

@@ -61,7 +61,7 @@ def logprobs_by_transformers(model: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     ("model_type", "num_matrices"),
-    [("qwen2", 7), ("qwen3_vl", 7), ("llama", 7), ("qwen3_5_text", 12), ("gpt_oss", 4)],
+    [("qwen2", 7), ("qwen3_vl", 7), ("gemma3", 7), ("qwen3_5_text", 12), ("gpt_oss", 4)],
 )
 def test_the_files_are_the_trained_model(model_type, num_matrices, world: World, tmp_path) -> None:
     fields = tiny.config(model_type)
@@ -80,7 +80,7 @@ def test_the_files_are_the_trained_model(model_type, num_matrices, world: World,
 
 @pytest.mark.parametrize(
     "model_type",
-    ["qwen3_vl", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gpt_oss"],
+    ["gemma3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gpt_oss"],
 )
 def test_peft_loads_the_files(model_type, world: World, tmp_path) -> None:
     peft = pytest.importorskip("peft")
@@ -143,7 +143,7 @@ def test_chosen_matrices_in_rslora(family, matrices, others, world: World, tmp_p
     check_adapter(tmp_path, architecture, LoraConfig(**forms, matrices=tuple(remedy)))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5", "qwen3_5_moe", "gemma3"])
 def test_a_model_with_other_parts_has_an_adapter_for_both_of_its_classes(
     model_type, world: World, tmp_path
 ) -> None:
@@ -154,7 +154,7 @@ def test_a_model_with_other_parts_has_an_adapter_for_both_of_its_classes(
     if (tmp_path / "causal_lm").is_dir():
         text = tiny.transformer(tiny.config(f"{model_type}_text"), 0)
         classes.append((tmp_path / "causal_lm", text))
-    assert len(classes) == (1 if model_type == "qwen3_vl" else 2)  # it has no text class
+    assert len(classes) == (1 if model_type in ("qwen3_vl", "gemma3") else 2)  # no text class
     for directory, model in classes:
         settings = json.loads((directory / "adapter_config.json").read_text())
         pairs = load_file(directory / "adapter_model.safetensors")
