@@ -284,12 +284,16 @@ def _build_chunk(
     _set_rotary(chunk, config.params_dtype, world.device)
     if architecture.family.scaled_embedding and chunk.pre_process:
         # As in transformers, the factor is rounded to the weights' precision.
-        root = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype).item()
-        chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output * root)
+        root = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype)
+        chunk.embedding.register_forward_hook(partial(_multiplied, root.item()))
     if fp8 is not None:
         chunk.token_multiple = MULTIPLE
         emulate_fp8(chunk, fp8)
     return chunk.to(world.device)
+
+
+def _multiplied(factor: float, _module: object, _inputs: object, output: Tensor) -> Tensor:
+    return output * factor
 
 
 def _set_rotary(chunk: HiddenStatesGPTModel, dtype: torch.dtype, device: torch.device) -> None:
