@@ -23,7 +23,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,6 +42,7 @@ _PART = re.compile(
 )
 _WHOLE = re.compile(r"\.(?:base_layer|modules_to_save(?:\.\w+(?=\.))?)(?=\.)")
 _STACK = re.compile(r"(.+\.experts)((?:\.base_layer)*)")
+_OF_TINKER = re.compile(r"\.unembed_tokens\.|\.experts\.w[123]\.")
 # The parameters of a module of stacked experts, in the order in which PEFT wraps them
 _EMBEDDING = "embed_tokens.weight"
 _STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
@@ -73,12 +74,21 @@ def short_name(name: str) -> str:
 class PeftAdapter:
     """The tensors of an adapter, by the model's.
 
+    Args:
+        base: what names the model, for errors.
+
     Raises:
         UserError: a file that is missing or not readable, settings whose merge is not defined, or
             a tensor without a place in the model.
     """
 
-    def __init__(self, directory: Path, architecture: Architecture) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        architecture: Architecture,
+        base: str = f"base_model_name_or_path in {CONFIG}",
+    ) -> None:
+        self._remedy = f"set {base} to the model that the adapter was trained on"
         self.file, self._config_file = directory / WEIGHTS, directory / CONFIG
         self._architecture = architecture
         self._settings = read_settings(directory)
@@ -140,12 +150,21 @@ class PeftAdapter:
         is_head = short == HEAD and self._architecture.tied
         if short in self._shapes or short in self._places or is_head or self._is_carried(short):
             return
+        if _OF_TINKER.search(name):
+            raise UserError(
+                f"{self.file}: tensor {name} is named as Tinker names it; write the adapter in "
+                "PEFT's form with tinker_cookbook.weights.build_lora_adapter"
+            )
+        if not re.search(r"\.\d+\.", name):  # in no layer
+            raise UserError(
+                f"{self.file}: tensor {name} is no part of a language model, but the head of "
+                f"another task; if the rest is wanted, remove it from the file and from "
+                f"modules_to_save in {CONFIG}"
+            )
         a = self._architecture
         raise UserError(
             f"{self.file}: tensor {name} has no place in the model, which is {a.model_type} with "
-            f"{a.num_layers} layers of {a.hidden_size}; set base_model_name_or_path in {CONFIG} "
-            "to the model that the adapter was trained on, or merge it with PEFT "
-            "(merge_and_unload)"
+            f"{a.num_layers} layers of {a.hidden_size}; {self._remedy}"
         )
 
     def _is_carried(self, short: str) -> bool:
@@ -164,12 +183,12 @@ class PeftAdapter:
         of_embedding = "lora_embedding_A" in parts
         # The factors of an embedding are those of the transposed matrix.
         keys = ("lora_embedding_B", "lora_embedding_A") if of_embedding else ("lora_A", "lora_B")
-        a, b = parts.get(keys[0]), parts.get(keys[1])
+        a, b = self._factors_of(parts, *keys)
         magnitude = parts.get("lora_magnitude_vector")
-        if a is None or b is None or (magnitude and of_embedding):
+        if magnitude and of_embedding:
             raise UserError(
-                f"{self.file}: {some}: expected two factors, and no DoRA of an embedding; copy the "
-                "file again, or merge the adapter with PEFT (merge_and_unload)"
+                f"{self.file}: {magnitude}: DoRA of an embedding is not merged here; merge the "
+                "adapter with PEFT (merge_and_unload), and give the merged model"
             )
         rank = self._shape(a)[1 if of_embedding else 0]
         pair = AdapterPair(a, b, 0.0, rank, is_transposed=of_embedding, magnitude=magnitude)
@@ -177,10 +196,20 @@ class PeftAdapter:
         key = f"{inside}.weight" if self._is_target(f"{inside}.weight") else inside
         self.pairs[weight] = replace(pair, scale=self._scale(key, pair))
         if (shape := self._shapes.get(weight)) is not None:
-            self._require_shapes(self.pairs[weight], *shape)
+            self._require_shapes(weight, self.pairs[weight], *shape)
         if bias := parts.get("bias"):
             self._require_place(f"{path}.bias", bias)
             self._biases[f"{path}.bias"] = bias, self.pairs[weight].scale
+
+    def _factors_of(self, parts: dict[str, str], a: str, b: str) -> tuple[str, str]:
+        """The names of a pair's tensors."""
+        if not parts.keys() >= {a, b}:
+            some, missing = next(iter(parts.values())), b if a in parts else a
+            raise UserError(
+                f"{self.file}: {some} stands without its {missing}; expected two factors: copy or "
+                "download the file again"
+            )
+        return parts[a], parts[b]
 
     def _place_stack(self, module: str, experts: str, depth: int, parts: dict[str, str]) -> None:
         """Note the pairs of a stack. The outermost wrapper, of depth 0, has the last stack."""
@@ -188,23 +217,28 @@ class PeftAdapter:
         wrapped = [kind for kind in _STACKS if self._is_target(f"{inside}.{kind}")]
         stack = f"{experts}.{wrapped[-1 - depth]}" if depth < len(wrapped) else ""
         some = next(iter(parts.values()))
-        if stack.endswith("_bias") or parts.keys() != {"lora_A", "lora_B"} or not stack:
+        if not stack:
             raise UserError(
-                f"{self.file}: {some}: expected a pair of factors for each stack of experts in "
-                f"target_parameters={sorted(self._targets)} of {CONFIG}, and nothing else; merge "
-                "the adapter with PEFT (merge_and_unload), and give the merged model"
+                f"{self.file}: {some} changes stack {depth + 1} of these experts, and "
+                f"target_parameters={sorted(self._targets)} of {CONFIG} names {len(wrapped)}; copy "
+                "both files again"
             )
+        if stack.endswith("_bias") or parts.keys() - {"lora_A", "lora_B"}:
+            raise UserError(
+                f"{self.file}: {some}: only pairs of factors of the weights of experts are merged "
+                "here; merge the adapter with PEFT (merge_and_unload), and give the merged model"
+            )
+        a, b = self._factors_of(parts, "lora_A", "lora_B")
         self._require_place(stack, some)
         places = self._places[stack]
         number = len({found.expert for found in places.values()})
         rows = sum(self._shapes[short][0] for short in places) // number
         inputs = next(self._shapes[short][1] for short in places)
-        a, b = parts["lora_A"], parts["lora_B"]
         pair = AdapterPair(a, b, 0.0, self._shape(a)[0] // number, experts=number)
         if self._shape(a)[1:] == (rows,) != (inputs,):  # as PEFT stacked them before
             pair = replace(pair, a=a, b=b, is_transposed=True)
         pair = replace(pair, scale=self._scale(f"{inside}.{wrapped[-1 - depth]}", pair))
-        self._require_shapes(pair, rows, inputs)
+        self._require_shapes(stack, pair, rows, inputs)
         for short, found in places.items():
             self.pairs[short] = replace(pair, expert=found.expert, rows=found.rows)
 
@@ -244,7 +278,7 @@ class PeftAdapter:
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors.get_slice(name).get_shape())
 
-    def _require_shapes(self, pair: AdapterPair, rows: int, inputs: int) -> None:
+    def _require_shapes(self, short: str, pair: AdapterPair, rows: int, inputs: int) -> None:
         """Raise a UserError if the file's factors are not those of a matrix [rows, inputs]."""
         ranks = pair.rank * pair.experts
         wanted = {pair.a: (ranks, inputs), pair.b: (rows, ranks)}
@@ -254,10 +288,24 @@ class PeftAdapter:
             wanted = {pair.a: (ranks, rows), pair.b: (inputs, ranks)}
         for name, shape in wanted.items():
             if self._shape(name) != shape:
-                raise UserError(
-                    f"{self.file}: tensor {name} has shape {self._shape(name)}, expected {shape}; "
-                    "give the model that the adapter was trained on"
-                )
+                self._refuse_shape(short, name, self._shape(name), shape)
+
+    def _refuse_shape(
+        self, short: str, name: str, found: tuple[int, ...], wanted: tuple[int, ...]
+    ) -> NoReturn:
+        """Raise a UserError for a tensor of another shape than that of the model's tensor."""
+        found, wanted, remedy = tuple(found), tuple(wanted), self._remedy
+        differ = [pair for pair in zip(found, wanted, strict=False) if pair[0] != pair[1]]
+        rows = self._shapes[_EMBEDDING][0]
+        if short in (_EMBEDDING, HEAD) and [own for _, own in differ] == [rows]:
+            remedy = (
+                "the vocabulary was resized in training: resize the base model's with "
+                f"resize_token_embeddings({differ[0][0]}), save it with the adapter's tokenizer, "
+                f"and {self._remedy}"
+            )
+        raise UserError(
+            f"{self.file}: tensor {name} has shape {found}, expected {wanted}; {remedy}"
+        )
 
     def _scale(self, key: str, pair: AdapterPair) -> float:
         """PEFT's scale of a module's product, by rank_pattern and alpha_pattern."""
@@ -294,10 +342,8 @@ class PeftAdapter:
         short, merged = short_name(name), weight
         if (whole := self._whole_of(short)) is not None:
             if whole.shape != weight.shape:
-                raise UserError(
-                    f"{self.file}: {short} has shape {tuple(whole.shape)}, expected "
-                    f"{tuple(weight.shape)}; give the model that the adapter was trained on"
-                )
+                name = self._whole.get(short) or self._whole[self._stack_of[short]]
+                self._refuse_shape(short, name, whole.shape, weight.shape)
             merged = whole.to(weight.device)
         if (rows := self._rows.get(short)) is not None:
             values = self._tensors.get_tensor(rows[0]).to(weight)
@@ -332,8 +378,8 @@ class PeftAdapter:
         for short in (*self.pairs, *self._whole, *self._biases):
             if self._is_carried(short) and short not in known:
                 raise UserError(
-                    f"{self.file}: it changes {short}, which the base model does not have; give "
-                    "the model that the adapter was trained on"
+                    f"{self.file}: it changes {short}, which the base model does not have; "
+                    + self._remedy
                 )
 
     def other_changes(self) -> list[str]:

@@ -29,6 +29,7 @@ from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.files.adapted import adapted_shapes, last_name
 from stable_opd_mcore.models.files.peft_settings import CONFIG, MERGED_SETTINGS, WEIGHTS
+from stable_opd_mcore.models.files.safetensors_files import INDEX, SINGLE
 from stable_opd_mcore.models.files.small_files import TRAINED
 from stable_opd_mcore.models.layers.factors import Which
 from stable_opd_mcore.models.lora import config_of, iter_factors
@@ -203,8 +204,10 @@ def _patterns(rank: int, alpha: float) -> dict[str, dict[str, float]]:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether the directory holds an adapter without a model."""
-    return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
+    """Whether the directory holds an adapter without the weights of a model. Some programs save the
+    model's config.json next to an adapter."""
+    has_model = any((directory / name).is_file() for name in (SINGLE, INDEX))
+    return (directory / CONFIG).is_file() and not has_model
 
 
 def base_of(directory: Path) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def check_adapter(directory: Path, architecture: Architecture, lora: LoraConfig)
             f"{directory / TRAINED}: the adapter was trained with rope_theta={theta!r}, the "
             f"student has {architecture.rotary.theta:g}; set student.rope_theta={theta!r}"
         )
-    with PeftAdapter(directory, architecture) as adapter:
+    with PeftAdapter(directory, architecture, base="student.path") as adapter:
         if other := adapter.other_changes():
             raise UserError(
                 f"{adapter.file}: {other[0]} is no factor of a matrix of the layers, which are all "

@@ -186,39 +186,6 @@ def test_stacked_experts(family, is_old, tmp_path) -> None:
         torch.testing.assert_close(found[name], expected.get(name, tensor), msg=name)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "settings", "message"),
-    [
-        ({"lm_head.lora_A.weight": (4, 32)}, {}, "expected two factors"),
-        ({f"model.{Q}.lora_A.weight": (4, 9)}, {}, r"expected two factors"),
-        ({"model.layers.9.mlp.up_proj.lora_A.weight": (4, 32)}, {}, r"has no place in the model"),
-        ({"score.weight": (2, 32)}, {}, r"score.weight has no place in the model, which is qwen3"),
-        ({"model.visual.merger.weight": (2, 2)}, {}, "has no place"),
-        ({"lm_head.weight": (99, 32)}, {}, r"lm_head.weight has shape \(99, 32\), expected \(53"),
-        ({f"{Q}.lora_A.weight": (4, 9), f"model.{Q}.lora_A.weight": (4, 9)}, {}, "two factors"),
-        ({"lm_head.weight": (53, 32), "model.lm_head.weight": (53, 32)}, {}, "are the same tensor"),
-        ({f"model.{Q}.lora_A.weight": (6, 32), f"model.{Q}.lora_B.weight": (32, 6)}, {}, "r=4 for"),
-        (
-            {f"model.{Q}.lora_A.weight": (4, 9), f"model.{Q}.lora_B.weight": (32, 4)},
-            {},
-            r"\(4, 9\)",
-        ),
-        ({"lm_head.weight": (53, 32)}, {"init_lora_weights": "pissa"}, "merge_and_unload"),
-        ({"lm_head.weight": (53, 32)}, {"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
-        ({"lm_head.weight": (53, 32)}, {"r": "x"}, "should be positive numbers"),
-        ({"lm_head.weight": (53, 32)}, {"rank_pattern": {"q": "x"}}, "should map names to pos"),
-        ({"lm_head.weight": (53, 32)}, {"alora_invocation_tokens": [1]}, "is not supported"),
-    ],
-)
-def test_what_has_no_merge_is_refused_by_name(tensors, settings, message, tmp_path) -> None:
-    fields = tiny.config("qwen3")
-    write(
-        tmp_path, {f"base_model.model.{n}": torch.ones(s) for n, s in tensors.items()}, **settings
-    )
-    with pytest.raises(UserError, match=message):
-        merged(tmp_path, fields, file_tensors(fields))
-
-
 def test_a_tied_head_changes_with_its_embedding_or_not_at_all(tmp_path) -> None:
     fields = tiny.config("qwen2", tie_word_embeddings=True)
     base, new = file_tensors(fields), torch.randn(tiny.VOCAB_SIZE, 32)
