@@ -4,15 +4,26 @@
     python benchmarks/old_transformers.py read DIRECTORY FAMILY...   # with the other release
 
 `write` exports a small random model of each family, with a tokenizer, and keeps its
-log-probabilities of a text. `read` loads them with AutoModelForCausalLM and AutoTokenizer, and
-prints the largest difference. It imports nothing of the project.
+log-probabilities of a text. `read` loads them with AutoModelForCausalLM (Qwen3-VL: with
+AutoModelForImageTextToText) and AutoTokenizer, and prints the largest difference. It imports
+nothing of the project. An old release needs no environment of its own:
+
+    pip install --target OLD --no-deps transformers==4.55.0 tokenizers==0.21.4 \\
+        huggingface_hub==0.36.0
+    PYTHONPATH=OLD python benchmarks/old_transformers.py read DIRECTORY gpt_oss
 """
 
 import json
 import sys
 from pathlib import Path
 
-FAMILIES = ("qwen2", "llama", "mistral", "qwen3", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5")
+OLDEST = {  # the first release that has the family
+    **dict.fromkeys(("qwen2", "llama", "mistral"), "4.37.2"),
+    **dict.fromkeys(("qwen3", "qwen3_moe"), "4.51.3"),
+    "gpt_oss": "4.55.0",
+    **dict.fromkeys(("qwen3_next", "qwen3_vl"), "4.57.1"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "5.2.0"),
+}
 TOKENS = list(range(3, 20)) * 2
 
 
@@ -29,12 +40,13 @@ def write(directory: Path) -> None:
     from tests.models import tiny
 
     world = start_world(ParallelConfig(), seed=0)
-    for family in FAMILIES:
+    for family, release in OLDEST.items():
         fields = tiny.config(family)
         inner = fields.get("text_config", fields)
-        if family not in ("gpt_oss", "qwen3_5"):  # as published; of these two the newer form is
-            share = {k: v for k, v in inner.pop("rope_parameters").items() if "partial" in k}
-            inner |= {"rope_theta": 10000.0} | share
+        if release < "5":  # the form of its published files
+            rope = inner.pop("rope_parameters")
+            inner |= {k: rope.pop(k) for k in ("rope_theta", "partial_rotary_factor") if k in rope}
+            inner |= {"rope_scaling": rope} if family in ("gpt_oss", "qwen3_vl") else {}
         tiny.transformer(fields, 0).save_pretrained(directory / f"{family}_base")
         chunks = build_model(read_architecture(fields), world, seed=1)
         base = directory / f"{family}_base"
@@ -53,12 +65,13 @@ def write(directory: Path) -> None:
 def read(directory: Path, families: list[str]) -> None:
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     for family in families:
         path = directory / family
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path).eval()
+        auto = AutoModelForImageTextToText if family == "qwen3_vl" else AutoModelForCausalLM
+        model = auto.from_pretrained(path).eval()
         with torch.no_grad():
             found = model(torch.tensor([TOKENS])).logits[0].float().log_softmax(-1)
         gap = float((found - torch.load(directory / f"{family}.pt")).abs().max())

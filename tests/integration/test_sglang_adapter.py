@@ -47,12 +47,16 @@ pytestmark = [needs_sglang, pytest.mark.cluster]
 
 FIELDS = architecture("qwen3", tied=False, head_dim=16)
 RANK, TOLERANCE = 4, 1e-4
+EVERY: dict[str, Any] = {"alpha": 8}
+CHOSEN: dict[str, Any] = {"alpha": 8, "matrices": ["k_proj", "down_proj"], "rslora": True}
 
 
-def config_of(directory: Path, name: str, urls: Sequence[str], rank: int = RANK) -> Config:
+def config_of(
+    directory: Path, name: str, urls: Sequence[str], lora: dict[str, Any], rank: int = RANK
+) -> Config:
     settings: dict[str, Any] = {
         "run": {"name": name, "directory": str(directory)},
-        "student": {"architecture": FIELDS, "lora": {"rank": rank, "alpha": 8}},
+        "student": {"architecture": FIELDS, "lora": {"rank": rank, **lora}},
         "tokenizer": {"path": "synthetic"},
         "data": {"train": {"path": "synthetic:arithmetic"}},
         "parallel": {"tensor": 2},
@@ -70,33 +74,37 @@ def config_of(directory: Path, name: str, urls: Sequence[str], rank: int = RANK)
     return parse_config(settings, origin=name)
 
 
-def test_servers_answer_through_the_factors_of_each_version(tmp_path):
+@pytest.mark.parametrize(("lora", "tensors"), [(EVERY, (1, 2)), (CHOSEN, (2,))])
+def test_servers_answer_through_the_factors_of_each_version(lora, tensors, tmp_path):
     """Then one loses them, as in a restart; and one is asked to take factors of a larger rank."""
     (tmp_path / "key").touch(0o600)
     (tmp_path / "key").write_text("secret\n")
-    config = config_of(tmp_path, "servers", ["http://127.0.0.1:9"])
+    config = config_of(tmp_path, "servers", ["http://127.0.0.1:9"], lora)
     model = write_model_config(read_architecture(FIELDS), tmp_path / "model")
     servers = []
-    for tensor in (1, 2):
+    for tensor in tensors:
         options = server_options(config, model, 0, (), tensor, "cpu")
         servers.append(SglangServer(options, tmp_path / f"server_{tensor}.log"))
     with started(*servers):
-        run_ranks(2, publish_and_sample, str(tmp_path), [server.url for server in servers])
+        run_ranks(2, publish_and_sample, str(tmp_path), [server.url for server in servers], lora)
     found = [(event["event"], event["detail"]) for event in events(tmp_path / "run")]
     published = [detail for event, detail in found if event == "published"]
-    assert published[:4] == ["version 0"] * 2 + ["version 1"] * 2
-    assert published.count("version 2") == 2
+    number = len(servers)
+    assert published[: 2 * number] == ["version 0"] * number + ["version 1"] * number
+    assert published.count("version 2") == number
     (lost,) = [detail for event, detail in found if event == "failure"]
     assert "it has lost the adapter" in lost
 
 
-def publish_and_sample(rank: int, world_size: int, directory: str, urls: list[str]) -> None:
+def publish_and_sample(
+    rank: int, world_size: int, directory: str, urls: list[str], lora: dict[str, Any]
+) -> None:
     world = start_world(ParallelConfig(tensor=2), seed=0)
-    chunks = student(world, RANK)
-    config = config_of(Path(directory), "run", urls)
+    chunks = student(world, lora, RANK)
+    config = config_of(Path(directory), "run", urls, lora)
     engine = build_sglang_engine(config, world, chunks, None, VOCABULARY)
     sent = [publish(engine, chunks, version) for version in range(2)]
-    if rank == 0:  # the frozen weights were sent once, the factors of all matrices each time
+    if rank == 0:  # the frozen weights were sent once, the factors of chosen matrices each time
         of_factors = 2 * sum(own.nbytes for each in factors_of(chunks) for own in each.A)
         assert sent[0] > sent[1] > of_factors / 2
     sample_and_compare(engine, world, chunks, version=1)
@@ -109,18 +117,18 @@ def publish_and_sample(rank: int, world_size: int, directory: str, urls: list[st
     sample_and_compare(engine, world, chunks, version=2)
 
     publisher._MAX_ATTEMPTS = 1
-    larger = student(world, 2 * RANK)
-    refused = config_of(Path(directory), "refused", urls[:1], 2 * RANK)
+    larger = student(world, lora, 2 * RANK)
+    refused = config_of(Path(directory), "refused", urls[:1], lora, 2 * RANK)
     engine = build_sglang_engine(refused, world, larger, None, VOCABULARY)
     with pytest.raises(EngineLost, match=r"rank 8 is incompatible.*rollout\.sglang\.lora=merged"):
         engine.generate(PROMPTS, Sampling(max_new_tokens=4), step=0)
     stop_world()
 
 
-def student(world: World, rank: int) -> Sequence[Module]:
+def student(world: World, lora: dict[str, Any], rank: int) -> Sequence[Module]:
     fields = read_architecture(FIELDS)
     chunks = build_model(fields, world, precision="fp32", trainable=False, seed=1)
-    adapt(chunks, LoraConfig(rank=rank, alpha=8.0))
+    adapt(chunks, LoraConfig(rank=rank, **lora))
     return chunks
 
 
