@@ -166,10 +166,15 @@ class Bridge:
         end = self._after_mark([_USER], [_USER])
         try:
             written = self._after_mark([_USER], [_USER], tool_calls=calls)
-        except DataError:  # some templates write no text with calls (Mistral's)
+        except DataError as error:  # some templates write no text with calls (Mistral's, Llama's)
             whole = self._whole({"role": "assistant", "content": None, "tool_calls": calls})
-            if whole is None or text:
+            if whole is None:
                 raise
+            if text:
+                raise DataError(
+                    f"{self._tokenizer.path}: its chat template writes no text next to tool calls; "
+                    "remove the text of the message, or write the calls into it"
+                ) from error
             written = whole + end
         if written == end or not written.endswith(end):
             raise DataError(

@@ -26,7 +26,7 @@ _BEFORE = {  # roles that may stand before one; None: it is the first
 _OTHER_NAMES = {
     **dict.fromkeys(("human", "input"), "user"),
     **dict.fromkeys(("gpt", "model", "bot", "ai", "output"), "assistant"),
-    **dict.fromkeys(("function", "ipython", "observation", "tool_response", "tool_result"), "tool"),
+    **dict.fromkeys(("ipython", "observation", "tool_response", "tool_result"), "tool"),
     "developer": "system",
 }
 _MORE_KEYS = {"assistant": {"tool_calls", THOUGHT}, "tool": {"tool_call_id", "name"}}
@@ -122,7 +122,8 @@ def _turn(
         raise DataError(f"{place} is {message!r:.60}; write {{role: ..., content: ...}}")
     # Tables of several conversations write keys that a message lacks as null; servers, as "".
     items = cast("Mapping[Any, Any]", message).items()
-    given = {str(k): v for k, v in items if v not in (None, [], {}, "") or k == "content"}
+    present = {str(k): v for k, v in items if v not in (None, [], {}, "") or k == "content"}
+    given = _in_newer_form(present)
     if {"from", "value"} <= given.keys():
         raise DataError(
             f"{place} is in ShareGPT's form, with from and value; rename them to role and "
@@ -148,6 +149,16 @@ def _turn(
         if role in _MAY_BE_EMPTY:
             return {**given, "content": ""}
     return {**given, "content": text(given, place)}
+
+
+def _in_newer_form(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A message in OpenAI's present form; in the older one a call and its reply have no id."""
+    newer = dict(given)
+    if newer.get("role") == "function":
+        newer["role"] = "tool"
+    if "function_call" in newer and "tool_calls" not in newer:
+        newer["tool_calls"] = [{"type": "function", "function": newer.pop("function_call")}]
+    return newer
 
 
 def _refuse_place(role: object, before: str | None, place: str) -> None:

@@ -163,8 +163,28 @@ def test_a_strict_template_gets_ids_that_it_takes_the_same_for_call_and_reply(tm
     assert len(set(short)) == 2
     assert [f"[TOOL_RESULTS]{n} {own}[/TOOL_RESULTS]" in replied for n, own in enumerate(short)]
     assert (tuple(short) == ids) is (ids == ("abcdefghi", "123456789"))
+    talk = [ASK, {**asks, "content": "I add."}, *answers, ANSWER]
+    with_text = rows_of(tmp_path / "rows.jsonl", talk, golden="all")
+    with pytest.raises(DataError, match="no text next to tool calls; remove the text of the mess"):
+        goldens(with_text, tokenizer)
     whole = tokenizer.render([*rows[0].messages, *rows[0].golden_turns])
     assert all(whole.count(own) == 2 for own in short)
+
+
+def test_the_older_form_of_calls_is_read_as_the_newer_one(tmp_path):
+    """OpenAI's `function_call` and the role `function`; text or object, also as a prompt."""
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    asks, replies = {"role": "assistant"}, {"name": "add", "content": "2"}
+    newer = [{**asks, "tool_calls": [{"function": function}]}, {**replies, "role": "tool"}]
+    older = [
+        [{**asks, "content": None, "function_call": call}, {**replies, "role": "function"}]
+        for call in (function, {**function, "arguments": {"a": 1}})
+    ]
+    talks = [[ASK, *turns, ANSWER] for turns in (newer, *older)]
+    for golden in ("all", "last"):
+        rows = rows_of(tmp_path / "rows.jsonl", *talks, golden=golden)
+        assert len(set(goldens(rows, real_tokenizer(QWEN3)))) == 1
+        assert len({real_tokenizer(QWEN3).render(row.messages) for row in rows}) == 1
 
 
 def test_one_conversation_is_one_row_wherever_it_lies(tmp_path):

@@ -57,7 +57,7 @@ CASES = [  # columns, the row, words of its remedy, and for each remedy the colu
     ),
     *(
         (TALK, talk(ASK, SAY, given(n)), "write tool", [(TALK, talk(ASK, SAY, given("tool")))])
-        for n in ("function", "ipython", "observation", "tool_response", "tool_result")
+        for n in ("ipython", "observation", "tool_response", "tool_result")
     ),
     (TALK, talk(given("developer"), ASK), "write system", [(TALK, talk(given("system"), ASK))]),
     (
