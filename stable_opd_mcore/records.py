@@ -34,7 +34,7 @@ from stable_opd_mcore.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Why a response has no verdict and counts as wrong; "invalid": the reward is no number in [0, 1].
+# Why a response has no verdict and counts as wrong; "invalid": the reward is no finite number.
 GradingFailure = Literal["timeout", "crash", "invalid"]
 SampleKind = Literal["rollout", "golden"]
 MIN_TEMPERATURE = 1e-3  # logits of a thousand over it are a million, exact to 1/16 in fp32

@@ -16,7 +16,7 @@ class RewardConfig(Section):
 
     function: str | None = None
     """`path/to/file.py:function`, relative to the working directory. It is called with a row, as a
-    dict of its columns, and the text of a response, and returns a number in [0, 1] within 10
+    dict of its columns, and the text of a response, and returns a finite number within 10
     seconds. `null`: 1 where the response has the row's answer, else 0."""
 
     @model_validator(mode="after")

@@ -56,7 +56,7 @@ class RewardItem:
 class Verdict:
     """What a response is worth; with a failure it counts as wrong."""
 
-    reward: float  # 0 to 1
+    reward: float  # 0 or 1; a user's function may return any finite number
     failure: GradingFailure | None = None  # over its time, or the worker ended (memory, recursion)
 
     @property
@@ -134,18 +134,27 @@ class Grader:
         """The rollouts with rewards: those of the user's function, which sees the rows' columns; or
         1.0 and 0.0, and None without a gold answer.
 
+        Where the function fails, the reward is 0, or the lowest of the prompt's other rollouts here
+        where that is below 0: a failure is never worth more than a bad response.
+
         With `by_source` the function of a source judges its prompts. Not for held-out ones: their
         file may have the name of a source.
         """
         items = {place: self._item(rollout, by_source) for place, rollout in enumerate(rollouts)}
         graded = {place: item for place, item in items.items() if item is not None}
         verdicts = dict(zip(graded, self.grade(graded.values()), strict=True))
-        return [
-            replace(rollout, reward=float(found.reward), grading_failure=found.failure)
-            if (found := verdicts.get(place))
-            else rollout
-            for place, rollout in enumerate(rollouts)
-        ]
+        lowest: dict[str, float] = {}
+        for place, found in verdicts.items():
+            prompt_id = rollouts[place].prompt.prompt_id
+            lowest[prompt_id] = min(lowest.get(prompt_id, 0.0), found.reward)
+        found_rollouts = list(rollouts)
+        for place, found in verdicts.items():
+            rollout = rollouts[place]
+            reward = lowest[rollout.prompt.prompt_id] if found.failure else found.reward
+            found_rollouts[place] = replace(
+                rollout, reward=float(reward), grading_failure=found.failure
+            )
+        return found_rollouts
 
     def _item(self, rollout: Rollout, by_source: bool = True) -> GradingItem | RewardItem | None:
         prompt = rollout.prompt
@@ -228,7 +237,9 @@ class Grader:
             return Verdict(found)
         failure, why = found
         if not self._has_warned:
-            _LOG.warning("a reward failed and counts as 0; later failures are not logged: %s", why)
+            _LOG.warning(
+                "a reward failed and counts as 0 or less; later failures are not logged: %s", why
+            )
             self._has_warned = True
         return Verdict(0, failure)
 

@@ -18,8 +18,9 @@ class BenchmarkResult:
     num_samples: int  # k
     num_correct: tuple[int, ...]  # right responses of each problem, in the problems' order
     num_over_long: int = 0  # problems without a response, counted as wrong
-    # Sum of each problem's rewards; (): num_correct. An environment may return one between 0 and 1.
+    # Sum of each problem's rewards; (): num_correct. A reward may be any finite number.
     rewards: tuple[float, ...] = ()
+    has_verdicts: bool = True  # no reward is outside [0, 1], and 1 is right; else no pass@k
     # Truncation, repetition, lengths, ... by name, as in data/responses.py; None: not defined.
     rates: Mapping[str, float | None] = field(default_factory=dict)
 
@@ -47,7 +48,7 @@ class BenchmarkResult:
         """The plain values: rates as shares, intervals as [low, high]."""
         low, high = self.accuracy_interval
         ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < self.num_samples] + [self.num_samples]
-        pass_at = {str(k): self.pass_at(k) for k in ks}
+        pass_at = {str(k): self.pass_at(k) for k in ks if self.has_verdicts}
         return {
             "accuracy": self.accuracy,
             "accuracy_low": low,
@@ -57,7 +58,7 @@ class BenchmarkResult:
             "num_over_long": self.num_over_long,
             "pass_at": {k: estimate for k, (estimate, _) in pass_at.items()},
             "pass_at_interval": {k: list(interval) for k, (_, interval) in pass_at.items()},
-            "num_correct": list(self.num_correct),
+            **({"num_correct": list(self.num_correct)} if self.has_verdicts else {}),
             **self.rates,
         }
 
@@ -90,20 +91,25 @@ def benchmark_result(
     """
     correct: dict[str, int] = {}
     rewards: dict[str, float] = {}
+    lowest, highest = 0.0, 1.0
 
     def counted() -> Iterator[Rollout]:
+        nonlocal lowest, highest
         for rollout in rollouts:
             prompt_id = rollout.prompt.prompt_id
             correct[prompt_id] = correct.get(prompt_id, 0) + (rollout.reward == 1.0)
-            rewards[prompt_id] = rewards.get(prompt_id, 0.0) + (rollout.reward or 0.0)
+            reward = rollout.reward or 0.0
+            rewards[prompt_id] = rewards.get(prompt_id, 0.0) + reward
+            lowest, highest = min(lowest, reward), max(highest, reward)
             yield rollout
 
     metrics = rollout_metrics(counted(), sampling.max_new_tokens, "eval", max_turns)
     rates = {key.removeprefix("eval/"): value for key, value in metrics.values_by_key().items()}
     del rates["accuracy"]  # the over-long problems count as wrong in ours
-    missing = [0] * over_long
-    num_correct, sums = (*correct.values(), *missing), (*rewards.values(), *missing)
-    return BenchmarkResult(sampling.num_samples, num_correct, over_long, sums, rates)
+    num_correct = (*correct.values(), *[0] * over_long)
+    sums = (*rewards.values(), *[lowest * sampling.num_samples] * over_long)
+    has_verdicts = (lowest, highest) == (0, 1)
+    return BenchmarkResult(sampling.num_samples, num_correct, over_long, sums, has_verdicts, rates)
 
 
 def evaluation_sampling(

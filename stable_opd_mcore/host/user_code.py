@@ -7,6 +7,7 @@ copy of all of them.
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -103,8 +104,9 @@ def read_user_function(named: str, parameters: Sequence[str]) -> UserFunction:
     return found
 
 
-def as_reward(value: object) -> float:
-    """A reward that the user's code returned; an InvalidValueError if the value is none."""
-    if isinstance(value, Real) and 0 <= float(value) <= 1:
-        return float(value)
-    raise InvalidValueError(f"{value!r:.200} is not a number in [0, 1]")
+def as_number(value: object) -> float | None:
+    """A finite number, also of numpy; None for anything else."""
+    if not isinstance(value, Real):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None

@@ -9,7 +9,6 @@ replays, and which process has which episode (environments.py).
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -19,11 +18,10 @@ from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 from stable_opd_mcore.data.messages import split_parts
-from stable_opd_mcore.host.user_code import InvalidValueError, UserFunction
+from stable_opd_mcore.host.user_code import InvalidValueError, UserFunction, as_number
 from stable_opd_mcore.host.worker_processes import start_user_code
 from stable_opd_mcore.serving.channel import receive_message
 
@@ -159,7 +157,7 @@ def _last(returned: object) -> Answer:
     """What an episode returned: its reward, or reward and metrics."""
     parts = cast("Sequence[object]", returned if isinstance(returned, tuple | list) else ())
     has_metrics = len(parts) == 2 and isinstance(parts[1], Mapping)
-    reward = _number(parts[0] if has_metrics else returned)
+    reward = as_number(parts[0] if has_metrics else returned)
     if reward is None:
         raise InvalidValueError(
             f"the episode returned {_shown(returned)}; expected its reward, a finite number, or "
@@ -167,7 +165,7 @@ def _last(returned: object) -> Answer:
         )
     metrics: dict[str, float] = {}
     for name, value in cast("Mapping[Any, object]", parts[1] if has_metrics else {}).items():
-        number = _number(value)
+        number = as_number(value)
         if number is None or not (isinstance(name, str) and _METRIC.fullmatch(name)):
             raise InvalidValueError(
                 f"the episode returned the metric {_shown(name)}: {_shown(value)}; expected a name "
@@ -175,14 +173,6 @@ def _last(returned: object) -> Answer:
             )
         metrics[name] = number
     return Answer(reward=reward, metrics=metrics)
-
-
-def _number(value: object) -> float | None:
-    """A finite number, also of numpy; None for anything else."""
-    if not isinstance(value, Real):
-        return None
-    number = float(value)
-    return number if math.isfinite(number) else None
 
 
 def _answer_of(yielded: object, is_first: bool) -> Answer:

@@ -163,7 +163,8 @@ def reward(row, response):
         os.abort()
     if response == "quit":
         raise SystemExit
-    values = {"half": .5, "true": True, "over": 1.5, "nan": float("nan"), "text": "1", "none": None}
+    values = {"half": .5, "true": True, "over": 7, "under": -2, "text": "1", "none": None}
+    values["nan"] = float("nan")
     return row["worth"] if response == "row" else values[response]
 """
 
@@ -172,26 +173,30 @@ def rewarded(
     path: Path, texts: list[str], timeout: float = 10
 ) -> list[tuple[float | None, str | None]]:
     """Rewards and failures by the function `reward` of a file; no row has an answer."""
-    prompt = Prompt("s:1", "?", (1,), columns={"worth": 0.25})
-    rollouts = [Rollout(prompt, 0, (5,), (0.0,), "stop", 0, text=text) for text in texts]
+    prompts = [Prompt(f"s:{i}", "?", (1,), columns={"worth": 0.25}) for i in range(2)]
+    of_prompts = [(prompts[text == "other"], text) for text in texts]
+    rollouts = [Rollout(each, 0, (5,), (0.0,), "stop", 0, text=text) for each, text in of_prompts]
     function = read_user_function(f"{path}:reward", ("row", "response"))
     with Grader(timeout, rewards={"": function}) as grader:
         return [(r.reward, r.grading_failure) for r in grader.grade_rollouts(rollouts)]
 
 
 def test_a_user_s_reward_that_fails_costs_its_response(tmp_path, caplog):
+    """It is worth no more than the worst response to the same prompt, and 0 to another prompt."""
     (tmp_path / "own.py").write_text(REWARDS)
     expected = {
         "half": (0.5, None),
-        "hang": (0.0, "timeout"),
-        "abort": (0.0, "crash"),
+        "hang": (-2.0, "timeout"),
+        "abort": (-2.0, "crash"),
         "true": (1.0, None),
-        "raise": (0.0, "crash"),
-        "quit": (0.0, "crash"),
-        "over": (0.0, "invalid"),
-        "nan": (0.0, "invalid"),
-        "text": (0.0, "invalid"),
-        "none": (0.0, "invalid"),
+        "raise": (-2.0, "crash"),
+        "quit": (-2.0, "crash"),
+        "over": (7.0, None),
+        "under": (-2.0, None),
+        "nan": (-2.0, "invalid"),
+        "text": (-2.0, "invalid"),
+        "none": (-2.0, "invalid"),
+        "other": (0.0, "crash"),
         "row": (0.25, None),
     }
     found = rewarded(tmp_path / "own.py", list(expected), timeout=1.0)

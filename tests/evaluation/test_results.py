@@ -41,6 +41,18 @@ def test_rewards_between_0_and_1_count_in_the_accuracy_as_in_training():
     assert (result.accuracy, result.pass_at(1)[0]) == (pytest.approx(7 * 0.75 / 8), 0.0)
 
 
+def test_rewards_on_another_scale_have_a_mean_and_no_pass_at_k():
+    """Reward 1 is then no verdict, and a problem without a response gets the lowest reward."""
+    rollouts = [
+        Rollout(each, 0, (), (), "stop", 0, "", reward)
+        for each, reward in zip(PROMPTS, (1.0, -3.0, 9.0, 1.0, 1.0, 1.0, 1.0), strict=True)
+    ]
+    record = benchmark_result(iter(rollouts), Sampling(1.0, 1.0, 8, 1, (), 0), over_long=1).record()
+    assert record["accuracy"] == (11 - 3) / 8
+    assert (record["pass_at"], record["num_problems"]) == ({}, 8)
+    assert "num_correct" not in record
+
+
 def test_a_record_holds_every_pass_at_k():
     values = BenchmarkResult(4, (4, 2, 0, 2), num_over_long=1).record()
     assert values["accuracy"] == 0.5

@@ -56,7 +56,7 @@ def _numbers(name: str, result: BenchmarkResult) -> dict[str, str]:
         "over-long": str(result.num_over_long),
         "k": str(k),
         "avg@k": _with_interval(result.accuracy, result.accuracy_interval),
-        "pass@k": _with_interval(*result.pass_at(k)),
+        "pass@k": _with_interval(*result.pass_at(k)) if result.has_verdicts else "-",
         "truncated": rate("truncation_rate"),
         "repetitive": rate("repetition_rate"),
         "tokens": rate("response_length_mean", scale=1, digits=0),

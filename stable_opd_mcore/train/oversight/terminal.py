@@ -72,8 +72,8 @@ class Terminal:
 
 def sample_text(step: int, rollout: Rollout) -> str:
     """A rollout: its problem, the beginning and the end of its response, its verdict."""
-    right = None if rollout.reward is None else rollout.reward > 0
-    verdict = {None: "not graded", True: "right", False: "wrong"}[right]
+    of_verdicts = {None: "not graded", 1.0: "right", 0.0: "wrong"}
+    verdict = of_verdicts.get(rollout.reward) or f"reward {rollout.reward:.4g}"
     ending = ENDED[rollout.finish_reason]
     answer = "" if rollout.prompt.answer is None else f" (gold answer {rollout.prompt.answer})"
     turns = "" if len(rollout.turns) == 1 else f"turn {len(rollout.turns)}, "

@@ -86,6 +86,7 @@ def test_no_line_where_nothing_is_shown_and_no_rollout_with_sample_every_0(tmp_p
 def test_a_sample_is_short_and_its_text_is_harmless(tmp_path, monkeypatch):
     long = sample_text(3, rollout("head" + "x" * 10_000 + "tail", None))
     assert "not graded" in long
+    assert "stopped, reward -2.5 (gold" in sample_text(3, rollout(reward=-2.5))
     assert "head" in long
     assert "[... 9508 characters ...]" in long
     assert "tail" in long
