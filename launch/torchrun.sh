@@ -1,7 +1,8 @@
 #!/bin/bash
 # Run on all GPUs of one machine, without Slurm: launch/torchrun.sh train configs/stable_opd_1p5b.yaml kl.beta=0.03
 #
-# Resources: one process per GPU, or one process on a machine without GPUs; RANKS=4 sets another number.
+# Resources: one process per GPU that CUDA_VISIBLE_DEVICES names, or per GPU, or one process on a machine without GPUs;
+# RANKS=4 sets another number.
 #   VENV=/path/to/venv   the virtual environment (default: .venv of this repository)
 #   AFTER=A:B DONE=FILE     for a chain of stages: fail unless files A and B exist, create FILE on success
 # After Ctrl-C, SIGTERM or SIGUSR1 all ranks save after their step, and the same command resumes; Ctrl-C twice ends at once.
@@ -10,7 +11,11 @@ set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
-GPUS=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
+GPUS=$(nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU || true)
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # a part of them; empty or -1: none
+  IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES/#-1/}"
+  GPUS=$((${#visible[@]} < GPUS ? ${#visible[@]} : GPUS))
+fi
 RANKS=${RANKS:-$((GPUS > 0 ? GPUS : 1))}
 
 if [ "${1:-}" = --dry-run ]; then

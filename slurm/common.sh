@@ -202,8 +202,9 @@ step() {
   STEP=(srun --job-name="$1" --nodes="${#nodes[@]}" --nodelist="$2" --ntasks-per-node="$3"
     --ntasks=$((${#nodes[@]} * $3)) --cpus-per-task=$((cpus > 0 ? cpus : 1)) --overlap --export=ALL --chdir="$ROOT")
   if [ -n "$CONTAINER_IMAGE" ]; then
-    # by its name it is unpacked once on a node, not for every step; remove_container (allocation.sh) removes it
-    STEP+=(--container-image="$CONTAINER_IMAGE" --container-name="$CONTAINER_NAME"
+    # by its name it is unpacked once on a node, not for every step; remove_container (allocation.sh) removes it;
+    # writable, because libraries write to a home that enroot makes read-only
+    STEP+=(--container-image="$CONTAINER_IMAGE" --container-name="$CONTAINER_NAME" --container-writable
       --container-mounts="$CONTAINER_MOUNTS" --container-workdir="$ROOT")
   fi
 }

@@ -33,6 +33,8 @@ _SEARCHED_FIRST = {"CUDNN_HOME": "libcudnn", "NVRTC_HOME": "libnvrtc", "CURAND_H
 # In an environment without pip's libraries, as conda's, a second copy of these is a fault.
 _LOADED_ONCE = ("libcudart", "libcudnn", "libnccl", "libcublas", "libnvrtc")
 _FAILED = "the process failed: "
+# It loads the CUDA toolkit's runtime next to torch's, on purpose (sgl_kernel/load_utils.py).
+SGLANG_KERNELS = "sgl_kernel"
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,11 @@ def main(arguments: list[str]) -> int:
         has_python_header=header.is_file(),
         glibc=(os.confstr("CS_GNU_LIBC_VERSION") or "").rpartition(" ")[2],
     )
-    fields = asdict(facts) | _imported(arguments) | _torch()
+    fields = asdict(facts) | _imported(name for name in arguments if name != SGLANG_KERNELS)
     fields["foreign"] = foreign_libraries(Path("/proc/self/maps").read_text(), own_libraries())
+    if SGLANG_KERNELS in arguments and not fields["import_error"]:
+        fields |= _imported([SGLANG_KERNELS])
+    fields |= _torch()
     print(json.dumps(fields))
     return 0
 

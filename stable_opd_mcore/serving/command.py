@@ -99,6 +99,8 @@ def server_environment(
     own_folder = str(Path(options.python).absolute().parent)  # the venv's: links are not followed
     environment["PATH"] = os.pathsep.join([own_folder, inherited.get("PATH", os.defpath)])
     environment |= gloo_settings(options.host) | {_KEY_VARIABLE: api_key}
+    if not os.path.isdir(environment.get("TMPDIR", "/")):  # a container has its own /tmp only
+        del environment["TMPDIR"]  # nvcc would not write elsewhere
     if options.device != "cpu":
         if options.gpus:
             visible = inherited.get("CUDA_VISIBLE_DEVICES", "")

@@ -60,6 +60,15 @@ def check_release(release: str, where: str) -> None:
         )
 
 
+def refuse_missing_interpreter(python: str) -> None:
+    """Raise a ServerStartError where the servers' interpreter is not there."""
+    if not os.access(python, os.X_OK):
+        raise ServerStartError(
+            f"rollout.sglang.python={python}: no such interpreter; `make sglang` builds the "
+            "servers' environment for a CPU, docs/servers.md describes a GPU's"
+        )
+
+
 def free_port(host: str) -> int:
     """A free port outside the range from which the kernel gives ports to connections, because it
     could give one away while the server still imports; where fewer than 1,000 ports are outside,
@@ -131,11 +140,7 @@ class SglangServer:
     def start(self) -> None:
         """Launch the process without waiting for it to answer."""
         assert not self.is_running, "a running server is stopped before it is started again"
-        if not os.access(self.options.python, os.X_OK):
-            raise ServerStartError(
-                f"rollout.sglang.python={self.options.python}: no such interpreter; `make sglang` "
-                "builds the servers' environment for a CPU, docs/servers.md describes a GPU's"
-            )
+        refuse_missing_interpreter(self.options.python)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()

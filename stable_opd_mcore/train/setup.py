@@ -28,7 +28,10 @@ from stable_opd_mcore.placement.hardware import DEVICES, Cluster
 from stable_opd_mcore.rollout.build_engine import build_engine, embedded_engine, training_sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.sglang.group import prepare_nccl
-from stable_opd_mcore.rollout.sglang.server_setup import refuse_expandable_segments
+from stable_opd_mcore.rollout.sglang.server_setup import (
+    refuse_expandable_segments,
+    refuse_unbuildable_kernels,
+)
 from stable_opd_mcore.train.phases import device_memory
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.run_models import RunModels
@@ -39,10 +42,11 @@ def start_configured_world(config: Config) -> World:
     """Start the config's world, after the settings that torch and NCCL read as they start.
 
     Raises:
-        UserError: see `start_world` and `refuse_expandable_segments`.
+        UserError: see `start_world`; servers that could not start, or could not get weights.
     """
     if torch.cuda.is_available():
         refuse_expandable_segments(config)
+        refuse_unbuildable_kernels(config)
     if config.train.deterministic:
         make_deterministic()
     prepare_nccl(config)

@@ -7,7 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from stable_opd_mcore.host.cuda_libraries import foreign_libraries, library_folders, read_report
+from stable_opd_mcore.host import cuda_libraries
+from stable_opd_mcore.host.cuda_libraries import (
+    SGLANG_KERNELS,
+    foreign_libraries,
+    library_folders,
+    read_report,
+)
 
 # Loads cuDNN as Transformer Engine does: the folder of CUDNN_HOME first, for all to see.
 TRANSFORMER_ENGINE = """
@@ -82,7 +88,17 @@ def test_a_report_says_why_there_is_none(tmp_path):
     report = read_report([str(program)], ["torch"], {}, 10)
     assert report.import_error == "the process failed: libcudart.so.13: cannot open"
     command = [sys.executable, "-m", "stable_opd_mcore.host.cuda_libraries"]
-    assert (
-        "absent_module" in read_report(command, ["absent_module"], {**os.environ}, 60).import_error
-    )
+    report = read_report(command, ["json", "absent_module"], {**os.environ}, 60)
+    assert report.import_error == "ModuleNotFoundError: No module named 'absent_module'"
     assert "took 0.1 s" in read_report(command, ["json"], {**os.environ}, 0.1).import_error
+
+
+def test_the_runtime_that_sglangs_kernels_add_is_not_foreign(tmp_path):
+    """Another module that loads it is at fault."""
+    install(tmp_path, "cu13/lib/libcudart.so.13")
+    toolkit = install(tmp_path / "toolkit", "libcudart.so.13") / "libcudart.so.13"
+    command = [sys.executable, cuda_libraries.__file__]
+    for module, foreign in ((SGLANG_KERNELS, ()), ("another", (str(toolkit),))):
+        (tmp_path / f"{module}.py").write_text(f"import ctypes; ctypes.CDLL({str(toolkit)!r})")
+        report = read_report(command, [module], os.environ | {"PYTHONPATH": str(tmp_path)}, 60)
+        assert (report.import_error, report.foreign) == ("", foreign)

@@ -61,3 +61,21 @@ def test_a_stage_starts_after_the_one_before_and_says_that_it_succeeded(tmp_path
     assert not done.exists()
     assert start(tmp_path / "log", CODE="0", **variables).wait(60) == 0
     assert done.exists()
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks"), [(None, 4), ("1,3", 2), ("GPU-a", 1), ("", 1), ("-1", 1)]
+)
+def test_a_rank_starts_for_each_gpu_that_is_visible(visible, ranks, tmp_path):
+    listed = "GPU {}: NVIDIA H200 (UUID: GPU-{})\n  MIG 1g.18gb Device 0: (UUID: MIG-{})\n"
+    program = tmp_path / "nvidia-smi"
+    text = "".join(listed.format(number, number, number) for number in range(4))
+    program.write_text(f"#!/bin/bash\ncat <<END\n{text}END\n")
+    program.chmod(0o755)
+    variables = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "RANKS")}
+    variables["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    if visible is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = visible
+    command = ["launch/torchrun.sh", "--dry-run", "train", "configs/smoke_cpu.yaml"]
+    printed = subprocess.check_output(command, cwd=REPOSITORY, env=variables, text=True)
+    assert f"--nproc-per-node={ranks} " in printed

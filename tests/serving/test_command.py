@@ -44,6 +44,12 @@ def test_programs_of_the_servers_own_environment_come_first():
     assert environment(PATH="/usr/bin")["PATH"] == "/servers/bin:/usr/bin"
 
 
+def test_a_folder_for_temporary_files_that_is_not_there_is_left_out(tmp_path):
+    """nvcc would end with an error; others take /tmp by themselves."""
+    assert environment(TMPDIR=str(tmp_path))["TMPDIR"] == str(tmp_path)
+    assert "TMPDIR" not in environment(TMPDIR=str(tmp_path / "of the host"))
+
+
 def test_cuda_libraries_of_the_servers_own_environment_come_first(tmp_path):
     """tests/integration/test_cuda_environment.py loads them."""
     nvidia = tmp_path / "lib/python3.12/site-packages/nvidia"

@@ -120,7 +120,8 @@ def test_a_container_is_unpacked_once_an_attempt_and_removed_at_its_end(tmp_path
         srun='#!/bin/bash\necho "$@" >>"$ATTEMPT_DIR/sruns"\n',
         scontrol="#!/bin/bash\necho JobId=7 EndTime=${END:-Unknown} Deadline=N/A\n",
     )
-    assert "--container-image=/images/opd.sqsh --container-name=stable_opd_7_0" in told
+    named = "--container-image=/images/opd.sqsh --container-name=stable_opd_7_0"
+    assert f"{named} --container-writable" in told
     removals = (tmp_path / "attempt_0/sruns").read_text().splitlines()
     assert len(removals) == 2
     for node, line in zip(

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from benchmarks.gpu.part import Options
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.timing import seconds_of
 from stable_opd_mcore.commands.check.node import node_faults
+from stable_opd_mcore.host.kernel_compilers import Faults
 
 GIB = 2**30
 PACKAGES = (
@@ -30,6 +32,16 @@ PACKAGES = (
 
 
 def run(record: Record, options: Options) -> None:
+    with ThreadPoolExecutor() as pool:  # the checks import while this process imports
+        faults = pool.submit(faults_of_node, options) if options.on_gpu else None
+        describe_software(record)
+        if faults:
+            describe_gpu(record)
+            report_faults(record, faults.result())
+    measure_rates(record, options)
+
+
+def describe_software(record: Record) -> None:
     record.figure("Python", platform.python_version())
     for package in PACKAGES:
         found = installed(package)
@@ -42,17 +54,15 @@ def run(record: Record, options: Options) -> None:
     record.figure("layers", layers_in_use())
     record.figure("Adam", adam_in_use())
     record.figure("C compiler", shutil.which("cc") or shutil.which("gcc") or "none", note="Triton")
-    if options.on_gpu:
-        describe_gpu(record)
-    measure_rates(record, options)
-    if options.on_gpu:
-        report_faults(record, options)
 
 
-def report_faults(record: Record, options: Options) -> None:
-    """What keeps trainer or servers from running here; the trainer's faults fail the part."""
+def faults_of_node(options: Options) -> Faults:
     python = options.sglang_python if Path(options.sglang_python).exists() else None
-    faults = node_faults(True, python, colocated=True)
+    return node_faults(True, python, colocated=True)
+
+
+def report_faults(record: Record, faults: Faults) -> None:
+    """What keeps trainer or servers from running here; the trainer's faults fail the part."""
     for kind, line in faults.items():
         record.figure(kind, line)
     own = [line for kind, line in faults.items() if not kind.startswith("servers'")]

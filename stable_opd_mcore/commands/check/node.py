@@ -1,4 +1,4 @@
-"""Whether this machine can run trainer and servers: driver, toolkit, libraries, compilers.
+"""Whether this machine can run trainer and servers: driver, GPUs, libraries, compilers.
 
     .venv/bin/python -m stable_opd_mcore.commands.check.node     # what is wrong, or "ready"
 
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +22,11 @@ from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host import cuda_libraries
 from stable_opd_mcore.host.cuda_driver import Driver, find_driver, unusable_gpus
-from stable_opd_mcore.host.cuda_libraries import Report, read_report
+from stable_opd_mcore.host.cuda_libraries import SGLANG_KERNELS, Report, read_report
+from stable_opd_mcore.host.kernel_compilers import Faults, compiler_faults
+from stable_opd_mcore.host.machine_share import gpu_faults, machine_faults, visible_gpus
 from stable_opd_mcore.host.releases import release_numbers
 from stable_opd_mcore.serving.command import ServerOptions, server_environment
-
-Faults = dict[str, str]  # kind of a fault -> its line
 
 _IMPORT_SECONDS = 300  # torch and Transformer Engine from a cold shared file system
 _GLIBC = (2, 34)  # that SGLang's wheels are built for
@@ -56,11 +54,15 @@ def node_faults(trains: bool, servers_python: str | None, colocated: bool) -> Fa
     with ThreadPoolExecutor() as pool:  # both import torch, from a file system that may be cold
         trainer = pool.submit(_trainer_report) if trains else None
         servers = servers_python and pool.submit(_servers_report, servers_python, colocated)
+    if driver is not None:
+        faults |= machine_faults(len(visible_gpus()) or driver.num_gpus)
+        faults |= gpu_faults(colocated)
     if trainer:
         faults |= _common_faults("trainer's", sys.executable, trainer.result(), driver)
     if servers_python and servers:
         faults |= _server_faults(servers_python, servers.result(), driver)
-        faults |= compiler_faults(servers_python, servers.result().cuda)
+        variables = _servers_environment(servers_python, colocated)
+        faults |= compiler_faults(servers_python, servers.result().cuda, variables)
     return faults
 
 
@@ -72,10 +74,14 @@ def _trainer_report() -> Report:
 
 
 def _servers_report(python: str, colocated: bool) -> Report:
-    options = ServerOptions(python, model="", device="cuda", memory_saver=colocated)
-    environment = server_environment(options, "", os.environ)
     command = [python, "-P", _PROGRAM, *(["--memory-saver"] if colocated else [])]
-    return read_report(command, ["torch"], environment, _IMPORT_SECONDS)
+    environment = _servers_environment(python, colocated)
+    return read_report(command, ["torch", SGLANG_KERNELS], environment, _IMPORT_SECONDS)
+
+
+def _servers_environment(python: str, colocated: bool) -> dict[str, str]:
+    options = ServerOptions(python, model="", device="cuda", memory_saver=colocated)
+    return server_environment(options, "", os.environ)
 
 
 def _server_faults(python: str, report: Report, driver: Driver | None) -> Iterator[tuple[str, str]]:
@@ -93,10 +99,12 @@ def _common_faults(
     who: str, python: str, report: Report, driver: Driver | None
 ) -> Iterator[tuple[str, str]]:
     if report.import_error:
+        path = os.environ.get("PYTHONPATH") if python == sys.executable else None
+        first = f"unset PYTHONPATH={path}, or " if path else ""
         yield (
             f"{who} imports",
-            f"{python}: {report.import_error}; install its environment again (docs/cluster.md, "
-            "section 1)",
+            f"{python}: {report.import_error}; {first}install its environment again "
+            "(docs/cluster.md, section 1)",
         )
     elif driver is not None and not report.num_gpus:
         line = unusable_gpus(driver, report.torch, report.cuda, report.no_gpu_reason)
@@ -114,65 +122,6 @@ def _common_faults(
             f"{report.python_header} is missing, with which Triton compiles: install "
             f"{Path(report.python_header).parent.name}-dev (apt) or -devel (dnf)",
         )
-
-
-def compiler_faults(python: str, cuda: str) -> Faults:
-    """What this machine lacks to compile kernels. Servers compile theirs as they start.
-
-    SGLang looks for the CUDA toolkit at CUDA_HOME or CUDA_PATH, around the nvcc in PATH, or in
-    /usr/local/cuda; for ninja next to its interpreter (serving/command.py), then in PATH.
-
-    Args:
-        cuda: the CUDA release of the servers' torch; "": unknown, so the toolkit's is not compared.
-    """
-    path = os.environ.get("PATH", os.defpath)
-    nvcc = shutil.which("nvcc", path=path)
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    home = Path(home or (Path(nvcc).parents[1] if nvcc else "/usr/local/cuda"))
-    compiler = os.environ.get("CXX", "c++")
-    own_folder = str(Path(python).absolute().parent)
-    toolkit = "install the CUDA toolkit there, or set CUDA_HOME to where it is"
-    found = {
-        f"nvcc in {home}/bin: {toolkit}": (home / "bin/nvcc").is_file(),
-        f"libcudart.so in {home}/lib64: {toolkit}": (home / "lib64/libcudart.so").exists(),
-        f"the C++ compiler {compiler}: install g++, or set CXX": shutil.which(compiler, path=path),
-        f"ninja: {python} -m pip install ninja": shutil.which("ninja", path=f"{own_folder}:{path}"),
-    }
-    missing = [what for what, is_there in found.items() if not is_there]
-    if missing:
-        words = "; without ".join(missing)
-        return {"servers' compiler": f"servers compile kernels here, without {words}"}
-    return dict(_release_faults(home, cuda, compiler))
-
-
-def _release_faults(home: Path, cuda: str, compiler: str) -> Iterator[tuple[str, str]]:
-    """A toolkit of another major release than torch's, and a compiler without C++20."""
-    _, version = _run(str(home / "bin/nvcc"), "--version")
-    match = re.search(r"release (\d+)\.(\d+)", version)
-    if match and cuda and match[1] != cuda.partition(".")[0]:
-        yield (
-            "servers' toolkit",
-            f"the CUDA toolkit in {home} is {match[1]}.{match[2]}, and torch is built for CUDA "
-            f"{cuda}: kernels that servers compile would not fit; install toolkit {cuda} and set "
-            "CUDA_HOME to it",
-        )
-    code, words = _run(compiler, "-std=c++20", "-fsyntax-only", "-x", "c++", os.devnull)
-    if code:
-        first = next(iter(words.splitlines()), f"exit code {code}")
-        yield (
-            "servers' C++",
-            f"{compiler} does not compile C++20, which SGLang's kernels are written in "
-            f"({first}): install g++ 10 or later, or set CXX to it",
-        )
-
-
-def _run(*command: str) -> tuple[int, str]:
-    """A program's exit code and what it prints; 1 and the error where it cannot be started."""
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return 1, str(error)
-    return answer.returncode, answer.stderr + answer.stdout
 
 
 def main() -> int:

@@ -13,12 +13,14 @@ from typing import Any
 
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.host.kernel_compilers import missing_tools
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.files.adapted import sent_names
 from stable_opd_mcore.placement.topology import MEMORY_SHARES, sends_adapter, server_dtype
 from stable_opd_mcore.rollout.sglang.checksums import CPU_MLP_MULTIPLE
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.command import ServerOptions
+from stable_opd_mcore.serving.process import refuse_missing_interpreter
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
 
@@ -77,6 +79,21 @@ def refuse_expandable_segments(config: Config) -> None:
                 f"weights reach {config.rollout.sglang.placement} servers; remove "
                 f"expandable_segments: unset {name}"
             )
+
+
+def refuse_unbuildable_kernels(config: Config) -> None:
+    """Refuse a machine on which the run's servers cannot start, before models are loaded: their
+    interpreter is missing, or what they compile kernels with. For a GPU.
+
+    Raises:
+        UserError: what is missing, with the remedy.
+    """
+    sglang = config.rollout.sglang
+    if not config.rollout.has_servers or sglang.placement == "external":
+        return
+    refuse_missing_interpreter(sglang.python)
+    if missing := missing_tools(sglang.python, os.environ):
+        raise UserError(missing)
 
 
 def family_arguments(served: Architecture, device: str, is_student: bool) -> list[str]:

@@ -37,6 +37,7 @@ def program(path: Path, script: str) -> str:
 def faults(tmp_path, monkeypatch):
     """Checks a node whose servers' environment reports this; returns its faults."""
     write_nvidia_smi(tmp_path, Driver("580.95.05", "13.0", 8))
+    monkeypatch.setattr(node, "machine_faults", lambda _: ())  # this machine's, not the node's
     for name in ("gcc", "c++", "ninja"):
         program(tmp_path / name, "")
     program(tmp_path / "cuda/bin/nvcc", NVCC.format("13.0", "13.0"))
@@ -66,6 +67,11 @@ def test_a_healthy_node_has_no_fault(faults):
             {"import_error": "the process failed: libcudart.so.13: cannot open"},
             "servers' imports",
             ["libcudart.so.13: cannot open; install", "docs/cluster.md"],
+        ),
+        (
+            {"import_error": "ModuleNotFoundError: No module named 'sgl_kernel'"},
+            "servers' imports",
+            ["No module named 'sgl_kernel'; install its environment again"],
         ),
         (
             {"foreign": ["/opt/cudnn/lib/libcudnn.so.9"]},
@@ -99,6 +105,12 @@ def test_a_fault_of_an_environment_is_named(changes, kind, words, faults, monkey
             "servers' toolkit",
             ["is 12.8, and torch is built for CUDA 13.0", "set CUDA_HOME to it"],
         ),
+        (
+            "cuda/bin/nvcc",
+            "[ $1 = --version ] || { echo '#error -- unsupported GNU version!'; exit 1; }",
+            "servers' kernels",
+            ["(#error -- unsupported GNU version!)", "a g++ that it takes first in PATH"],
+        ),
     ],
 )
 def test_what_servers_compile_with_is_there_or_named(
@@ -109,6 +121,12 @@ def test_what_servers_compile_with_is_there_or_named(
     found = faults(HEALTHY)
     assert list(found) == [kind]
     assert all(word in found[kind] for word in words), found
+
+
+def test_what_is_on_the_gpus_already_is_named_too(faults, tmp_path):
+    states = "0, GPU-a, 70000, Default, Disabled\n1, GPU-b, 4, Exclusive_Process, Disabled"
+    write_nvidia_smi(tmp_path, Driver("580.95.05", "13.0", 2), states)
+    assert set(faults(HEALTHY)) == {"gpu memory in use", "compute mode"}
 
 
 def test_the_trainers_own_environment_is_read_by_importing_it(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.placement.topology import sends_adapter
 from stable_opd_mcore.rollout.sglang.server_setup import (
     model_config,
+    refuse_unbuildable_kernels,
     server_options,
     write_model_config,
 )
@@ -145,3 +146,22 @@ def test_servers_know_no_stop_id_but_those_of_a_request():
     """Absent, it would be 2 for a Llama, by transformers' default."""
     fields = tiny_architecture(32, 2, eos_token_id=20)
     assert model_config(read_architecture(fields))["eos_token_id"] is None
+
+
+def test_servers_that_could_not_start_are_refused_before_models_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    python = tmp_path / "python"
+
+    def config(**sglang):
+        return run_with(rollout={"engine": "sglang", "sglang": {"python": str(python)} | sglang})
+
+    with pytest.raises(UserError, match="no such interpreter"):
+        refuse_unbuildable_kernels(config())
+    for name in ("python", "ninja", "c++"):
+        (tmp_path / name).touch(0o755)
+    with pytest.raises(UserError, match=r"without nvcc in .* set CUDA_HOME") as refused:
+        refuse_unbuildable_kernels(config())
+    assert "\n" not in str(refused.value)
+    refuse_unbuildable_kernels(config(placement="external", urls=["http://n1:9"]))
+    refuse_unbuildable_kernels(run_with())
