@@ -33,7 +33,7 @@ _SEARCHED_FIRST = {"CUDNN_HOME": "libcudnn", "NVRTC_HOME": "libnvrtc", "CURAND_H
 # In an environment without pip's libraries, as conda's, a second copy of these is a fault.
 _LOADED_ONCE = ("libcudart", "libcudnn", "libnccl", "libcublas", "libnvrtc")
 _FAILED = "the process failed: "
-# It loads the CUDA toolkit's runtime next to torch's, on purpose (sgl_kernel/load_utils.py).
+# It loads the CUDA toolkit's runtime next to torch's, on purpose (its _preload_cuda_library).
 SGLANG_KERNELS = "sgl_kernel"
 
 

@@ -1,7 +1,7 @@
 """How much of this machine's cores, memory and GPUs a run finds free.
 
 A shell inside a batch job may have one core and a few GiB; other processes may be on the GPUs. Not
-here: the health of GPUs (slurm/preflight.py), the memory that a run needs (placement/memory.py).
+here: the health of GPUs (slurm/preflight.py), the memory that a run needs (`stable-opd plan`).
 """
 
 from __future__ import annotations
