@@ -11,10 +11,12 @@ with a symptom of broken answers, or a loss of most accuracy (docs/guard.md).
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
+from stable_opd_mcore.data.responses import turn_parts
 from stable_opd_mcore.monitoring.metric_sinks import CHANGED_EVENT
 
 WINDOW = 5  # steps in the recent mean of a metric
@@ -45,10 +47,12 @@ class Detector:
 TRUNCATION = "truncation"
 ACCURACY = "accuracy"
 _CUT, _EPISODES_CUT = "rollout/truncation_rate", "rollout/episode_truncation_rate"
-_TURNS = ("turn_1", "turn_2", "turn_3_4", "turn_5_8", "turn_9")  # as data/responses.py has them
 DETECTORS: dict[str, Detector] = {
     TRUNCATION: Detector(_CUT, "higher", 0.1, "cut"),
-    **{f"{TRUNCATION}_{part}": Detector(f"{_CUT}_{part}", "higher", 0.1, "cut") for part in _TURNS},
+    **{
+        f"{TRUNCATION}_{turns}": Detector(f"{_CUT}_{turns}", "higher", 0.1, "cut")
+        for turns in turn_parts(sys.maxsize)
+    },
     "repetition": Detector("tokens/repetitive_share", "higher", 0.1, "breaks"),
     "loop_advantage": Detector("advantage/abs_share_repetitive", "higher", 0.05, "breaks"),
     "actions": Detector("rollout/repeated_turn_rate", "higher", 0.15, "breaks"),

@@ -79,7 +79,8 @@
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
-      ctx.fillText(content.symbols[event.kind], x, bbox.top + 6 * devicePixelRatio);
+      const row = Object.keys(LINES).indexOf(event.kind);  // those of one step stand below each other
+      ctx.fillText(content.symbols[event.kind], x, bbox.top + (6 + 11 * row) * devicePixelRatio);
     }
     ctx.restore();
   }
