@@ -41,15 +41,11 @@ def test_a_cold_start_keeps_the_fp8_of_the_student_only(tmp_path, student):
     assert after_cold_start(config).fp8 == config.fp8
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*sorted(CONFIGS.glob("*.yaml")), *sorted(CONFIGS.glob("recipes/*.yaml"))],
-    ids=lambda path: path.stem,
-)
-def test_every_shipped_config_may_have_a_cold_start(path):
-    config = load_config(path, ["cold_start.steps=2", "cold_start.lr=1e-5"])
-    build_objective(config, (1,), (2,))
-    build_objective(cold_start_config(config), (1,), None)
+def test_every_shipped_config_may_have_a_cold_start():
+    for path in (*CONFIGS.glob("*.yaml"), *CONFIGS.glob("recipes/*.yaml")):
+        config = load_config(path, ["cold_start.steps=2", "cold_start.lr=1e-5"])
+        build_objective(config, (1,), (2,))
+        build_objective(cold_start_config(config), (1,), None)
 
 
 def test_the_run_after_a_cold_start_begins_with_its_model(tmp_path):

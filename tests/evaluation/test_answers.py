@@ -196,73 +196,74 @@ STRICT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("gold", "right", "wrong"),
-    [
-        *(*SMALL_NUMBERS, *NUMBERS, *TEXTS, *LISTS, *CHOICES),
-        *(*PERCENTS, *PLACES, *SIGNS, *AROUND, *CHANGED),
-        *(*ROOTS, *VECTORS, *QUANTITIES, *WRITTEN_NUMBERS, *SEVERAL_FORMULAS, *STRICT),
-    ],
-)
-def test_rules(gold, right, wrong):
-    verdicts = {each: is_right(f"It is $\\boxed{{{each}}}$.", gold) for each in [*right, *wrong]}
-    assert verdicts == {**dict.fromkeys(right, True), **dict.fromkeys(wrong, False)}
+RULES = [
+    *(*SMALL_NUMBERS, *NUMBERS, *TEXTS, *LISTS, *CHOICES),
+    *(*PERCENTS, *PLACES, *SIGNS, *AROUND, *CHANGED),
+    *(*ROOTS, *VECTORS, *QUANTITIES, *WRITTEN_NUMBERS, *SEVERAL_FORMULAS, *STRICT),
+]
 
 
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        (r"\boxed {7}", True),
-        ("\\boxed\n{7}", True),
-        (r"$\boxed{7.}$", True),
-        (r"\boxed{7,\ }", True),
-        (r"\boxed{ 7\quad}", True),
-        (r"\fbox{7}", True),
-        (r"\boxed7", True),
-        (r"\boxed{\boxed{7}}", True),
-        (r"\boxed {8.}", False),
-        (r"\boxed{7!}", False),
-        ("First \\boxed{7}. No.\nThe final answer is \\boxed{", False),
-        ("First \\boxed{7}. No.\nThe final answer is \\boxed", False),
-        (r"First \boxed{7}. No. It is $\boxed{\frac{1}{2}", False),
-        (r"Fill \boxed{ in. It is \boxed{7}.", True),
-        (r"\boxed{7} \boxed{}", True),  # an empty one withdraws nothing
-        (r"The final answer is $7$. I hope it is correct. \boxed{1} \boxed{", True),  # Minerva
-        ("so \\boxed{8\n#### 7", True),
-        (r"It is \boxed{8} or \boxed{7}.", False),
-        (r"It is $\boxed{8}$ or $x=\boxed{7}$.", False),
-        (r"It is $\boxed{7}$ or $\boxed{7.0}$.", True),
-        (r"It is \boxed{8} or \boxed{9}. No, \boxed{7}.", True),
-        ("#### 7 dollars", True),
-    ],
-)  # fmt: skip
-def test_forms_of_the_box(response, expected):
-    assert is_right(response, "7") is expected
+def test_rules():
+    """An answer that is judged otherwise is shown with its gold."""
+    for gold, right, wrong in RULES:
+        answers = [*right, *wrong]
+        verdicts = {each: is_right(f"It is $\\boxed{{{each}}}$.", gold) for each in answers}
+        assert verdicts == {**dict.fromkeys(right, True), **dict.fromkeys(wrong, False)}, gold
 
 
-@pytest.mark.parametrize(
-    ("statement", "expected"),
-    [
-        ("7", True),
-        ("7 dollars", True),
-        ("7 m", True),
-        ("7 because 8 is even", True),
-        ("7. Or 8", True),
-        ("7 or 7.0", True),
-        ("7 or 8", False),
-        ("$7$, 8", False),
-        ("either 7 or 8", False),
-        ("7 or more", False),
-        ("at least 7", False),
-        ("not 7", False),
-        ("7x", False),
-        ("7 million dollars", False),
-        ("7 feet 6 inches", False),
-    ],
-)  # fmt: skip
-def test_a_statement_without_a_box(statement, expected):
-    assert is_right(f"So the answer is {statement}.", "7") is expected
-    assert is_right(f"**Answer:** {statement}", "7") is expected
+BOXES = [
+    (r"\boxed {7}", True),
+    ("\\boxed\n{7}", True),
+    (r"$\boxed{7.}$", True),
+    (r"\boxed{7,\ }", True),
+    (r"\boxed{ 7\quad}", True),
+    (r"\fbox{7}", True),
+    (r"\boxed7", True),
+    (r"\boxed{\boxed{7}}", True),
+    (r"\boxed {8.}", False),
+    (r"\boxed{7!}", False),
+    ("First \\boxed{7}. No.\nThe final answer is \\boxed{", False),
+    ("First \\boxed{7}. No.\nThe final answer is \\boxed", False),
+    (r"First \boxed{7}. No. It is $\boxed{\frac{1}{2}", False),
+    (r"Fill \boxed{ in. It is \boxed{7}.", True),
+    (r"\boxed{7} \boxed{}", True),  # an empty one withdraws nothing
+    (r"The final answer is $7$. I hope it is correct. \boxed{1} \boxed{", True),  # Minerva
+    ("so \\boxed{8\n#### 7", True),
+    (r"It is \boxed{8} or \boxed{7}.", False),
+    (r"It is $\boxed{8}$ or $x=\boxed{7}$.", False),
+    (r"It is $\boxed{7}$ or $\boxed{7.0}$.", True),
+    (r"It is \boxed{8} or \boxed{9}. No, \boxed{7}.", True),
+    ("#### 7 dollars", True),
+]  # fmt: skip
+
+
+def test_forms_of_the_box():
+    assert {response: is_right(response, "7") for response, _ in BOXES} == dict(BOXES)
+
+
+STATEMENTS = [
+    ("7", True),
+    ("7 dollars", True),
+    ("7 m", True),
+    ("7 because 8 is even", True),
+    ("7. Or 8", True),
+    ("7 or 7.0", True),
+    ("7 or 8", False),
+    ("$7$, 8", False),
+    ("either 7 or 8", False),
+    ("7 or more", False),
+    ("at least 7", False),
+    ("not 7", False),
+    ("7x", False),
+    ("7 million dollars", False),
+    ("7 feet 6 inches", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["So the answer is {}.", "**Answer:** {}"])
+def test_a_statement_without_a_box(form):
+    found = {each: is_right(form.format(each), "7") for each, _ in STATEMENTS}
+    assert found == dict(STATEMENTS)
 
 
 LETTERS = [  # with a gold of B; with one of b the same in the other case
@@ -288,33 +289,33 @@ LETTERS = [  # with a gold of B; with one of b the same in the other case
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("response", "expected"), LETTERS)
-def test_letters_without_a_box(response, expected):
-    assert is_right(response, "B") is expected
-    small = re.sub(r"\b[ABC]\b", lambda found: found[0].lower(), response)
-    assert is_right(small, "(b)") is expected
-    assert not is_right(small, "B")
+def test_letters_without_a_box():
+    for response, expected in LETTERS:
+        assert is_right(response, "B") is expected, response
+        small = re.sub(r"\b[ABC]\b", lambda found: found[0].lower(), response)
+        assert is_right(small, "(b)") is expected, small
+        assert not is_right(small, "B"), small
 
 
-@pytest.mark.parametrize(
-    ("response", "gold"),
-    [
-        ("<answer> 4 </answer> after 9 steps", "4"),
-        ("<answer>\n1/2\n</answer>", "0.5"),
-        ("<answer>Natalia sold 72 clips.</answer> I checked it 3 times.", "72"),
-        ("Answer: 2 1/2", "2.5"),
-        ("The answer is 2 3/4 cups.", r"\frac{11}{4}"),
-        ("It takes 2½ hours.", "2.5"),
-        ("The answer is \u0661\u0665.", "15"),
-        ("The answer is five.", "5"),
-        (r"The answer is (1, \sqrt\frac12)", r"(1, \frac{\sqrt2}{2})"),
-        ("The answer is 90 minutes.", "1 hour 30 minutes"),
-        ("The first option is 5. The total is 6.", "6"),
-    ],
-)  # fmt: skip
-def test_values_without_a_box(response, gold):
-    assert is_right(response, gold)
-    assert not is_right(response, "7")
+VALUES = [
+    ("<answer> 4 </answer> after 9 steps", "4"),
+    ("<answer>\n1/2\n</answer>", "0.5"),
+    ("<answer>Natalia sold 72 clips.</answer> I checked it 3 times.", "72"),
+    ("Answer: 2 1/2", "2.5"),
+    ("The answer is 2 3/4 cups.", r"\frac{11}{4}"),
+    ("It takes 2½ hours.", "2.5"),
+    ("The answer is \u0661\u0665.", "15"),
+    ("The answer is five.", "5"),
+    (r"The answer is (1, \sqrt\frac12)", r"(1, \frac{\sqrt2}{2})"),
+    ("The answer is 90 minutes.", "1 hour 30 minutes"),
+    ("The first option is 5. The total is 6.", "6"),
+]  # fmt: skip
+
+
+def test_values_without_a_box():
+    for response, gold in VALUES:
+        assert is_right(response, gold), response
+        assert not is_right(response, "7"), response
 
 
 @pytest.mark.parametrize(
@@ -329,9 +330,9 @@ def test_the_last_box_of_a_looping_response(response, last):
     assert plain_boxes(response)[1] == last
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_published_golds_are_right_in_every_form_of_the_box(name):
-    for gold in (row.answer or "" for row in load_benchmark(name, real_data("eval"))):
+def test_published_golds_are_right_in_every_form_of_the_box():
+    rows = [row for name in BENCHMARKS for row in load_benchmark(name, real_data("eval"))]
+    for gold in (row.answer or "" for row in rows):
         bare = gold[1:-1] if gold.startswith("$") and gold.count("$") == 2 else gold
         for response in (f"\\boxed {{{bare}}}", f"$\\boxed{{{bare}.}}$", f"\\boxed{{{gold}}}"):
             assert is_right(response, gold), response

@@ -43,11 +43,10 @@ def test_the_papers_layout_with_the_published_rows():
     assert rows_of(markdown("x", [], BOTH))[2].count("--") == 5  # four benchmarks, the average
 
 
-@pytest.mark.parametrize("row", published(), ids=lambda row: f"{row['student']} {row['method']}")
-def test_an_average_is_that_of_its_scores(row):
-    if "scores" in row:
-        assert len(row["scores"]) == len(COLUMNS)
-        assert sum(row["scores"]) / len(COLUMNS) == pytest.approx(row["average"], abs=0.06)
+def test_an_average_is_that_of_its_scores():
+    for row in (row for row in published() if "scores" in row):
+        assert len(row["scores"]) == len(COLUMNS), row
+        assert sum(row["scores"]) / len(COLUMNS) == pytest.approx(row["average"], abs=0.06), row
 
 
 def test_the_columns_are_the_benchmarks_and_no_row_is_there_twice():
