@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 
 import pytest
@@ -12,7 +13,9 @@ from stable_opd_mcore.cli import app
 from stable_opd_mcore.commands.plan.planned_run import read_models
 from stable_opd_mcore.commands.plan.topology_text import places
 from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.placement.hardware import Cluster
 from stable_opd_mcore.placement.layout import Layout
 from stable_opd_mcore.placement.topology import (
@@ -28,6 +31,12 @@ from tests.models import tiny
 H200 = 139.0
 
 
+@cache
+def settings_and_student(name: str, *overrides: str) -> tuple[Config, Architecture]:
+    config = load_config(CONFIGS / f"stable_opd_{name}.yaml", overrides)
+    return config, read_models(config).student
+
+
 def topology(
     name: str,
     nodes: int,
@@ -37,8 +46,7 @@ def topology(
     memory_gib: float | None = H200,
     spare_gpus: int = 0,
 ) -> Topology:
-    config = load_config(CONFIGS / f"stable_opd_{name}.yaml", overrides)
-    student = read_models(config).student
+    config, student = settings_and_student(name, *overrides)
     cluster = Cluster(nodes, gpus, server_nodes, spare_gpus)
     return derive_topology(config, student, cluster, memory_gib)
 
