@@ -58,10 +58,10 @@ rehearse: $(INSTALLED)
 	$(BIN)/stable-opd rehearse $(ON_MANY_NODES) --nodes 4 --nodes 16 --nodes 128 --server-nodes 2 parallel.pipeline=2
 
 checks: $(INSTALLED)
-	$(BIN)/pre-commit run --all-files --show-diff-on-failure --hook-stage manual
+	$(BEHIND) $(BIN)/pre-commit run --all-files --show-diff-on-failure --hook-stage manual
 
 resolve: $(INSTALLED)
-	$(BIN)/python -m tools.resolve_installs
+	$(BEHIND) $(BIN)/python -m tools.resolve_installs
 
 sglang: .venv-sglang/.installed
 .venv-sglang/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt $(shell find tools/sglang_cpu/sglang_cpu -name '*.py')
