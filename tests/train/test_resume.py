@@ -1,4 +1,4 @@
-"""A killed run resumes with identical metrics; on other layouts: test_experts.py."""
+"""A killed run resumes with identical metrics; on other layouts: test_layouts.py."""
 
 import time
 from multiprocessing.process import BaseProcess
