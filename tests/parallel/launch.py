@@ -29,6 +29,7 @@ PRELOADED = [
     "stable_opd_mcore.train.loop",
     "tests.models.tiny",
     "transformers.tokenization_utils_tokenizers",
+    "tests.parallel.preloaded",
 ]
 
 

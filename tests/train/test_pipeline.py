@@ -23,7 +23,13 @@ pytestmark = pytest.mark.slow
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def smoke(rank: int, world_size: int, directory: str) -> None:
+def on_one_rank(rank: int, world_size: int, directory: str) -> None:
+    smoke(directory)
+    one_and_two_updates(directory)
+    own_teacher(directory)
+
+
+def smoke(directory: str) -> None:
     overrides = [
         f"run.directory={directory}",
         "evaluation.also_greedy=true",
@@ -32,7 +38,7 @@ def smoke(rank: int, world_size: int, directory: str) -> None:
     train(load_config(CONFIGS / "smoke_cpu.yaml", overrides), False)
 
 
-def own_teacher(rank: int, world_size: int, directory: str) -> None:
+def own_teacher(directory: str) -> None:
     """Teacher and student of the same random weights; an update of size zero keeps them equal."""
     overlap.EVERY = 2
     config = tiny_config(
@@ -48,7 +54,7 @@ def own_teacher(rank: int, world_size: int, directory: str) -> None:
     train(config, show_progress=False)
 
 
-def one_and_two_updates(rank: int, world_size: int, directory: str) -> None:
+def one_and_two_updates(directory: str) -> None:
     """The same rollouts in one update and in two; the learning rate changes no weight."""
     zero_update = {"lr": 1e-30, "warmup_steps": 0}
     for number in (1, 2):
@@ -79,9 +85,15 @@ def gsm8k(rank: int, world_size: int, directory: str, data: str) -> None:
     train(load_config(CONFIGS / "gsm8k_cpu.yaml", overrides), show_progress=False)
 
 
-def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch):
-    run_ranks(1, smoke, str(tmp_path))
-    run = tmp_path / "smoke_cpu"
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("runs")
+    run_ranks(1, on_one_rank, str(directory))
+    return directory
+
+
+def test_smoke_config_writes_every_file_and_metric(runs, monkeypatch):
+    run = runs / "smoke_cpu"
     rows = metrics_of(run)
     assert [row["step"] for row in rows] == list(range(11))
     assert "eval/accuracy" in rows[0]
@@ -118,9 +130,8 @@ def test_smoke_config_writes_every_file_and_metric(tmp_path, monkeypatch):
     assert "uPlot" in (run / "again.html").read_text()  # self-contained
 
 
-def test_teacher_equal_to_the_student_gives_zero_loss_and_gradient(tmp_path):
-    run_ranks(1, own_teacher, str(tmp_path))
-    first, second = metrics_of(tmp_path / "own_teacher")
+def test_teacher_equal_to_the_student_gives_zero_loss_and_gradient(runs):
+    first, second = metrics_of(runs / "own_teacher")
     for row in (first, second):
         assert row["loss/total"] == pytest.approx(0, abs=1e-6)
         assert row["grad_norm"] == pytest.approx(0, abs=1e-5)
@@ -133,16 +144,15 @@ def test_teacher_equal_to_the_student_gives_zero_loss_and_gradient(tmp_path):
     assert second["stop/student_mass"] == pytest.approx(second["stop/teacher_mass"])
     # Every response, sampled at temperature 1, ends with the only stop id: the stop mass is the
     # probability of its last token.
-    stored = (tmp_path / "own_teacher" / "rollouts" / "step_000002.jsonl").read_text()
+    stored = (runs / "own_teacher" / "rollouts" / "step_000002.jsonl").read_text()
     rollouts = [json.loads(line) for line in stored.splitlines()]
     assert {rollout["finish_reason"] for rollout in rollouts} == {"stop"}
     stops = [math.exp(rollout["rollout_logprobs"][-1]) for rollout in rollouts]
     assert second["stop/student_mass"] == pytest.approx(sum(stops) / len(stops), rel=1e-4)
 
 
-def test_step_of_two_updates_reports_the_mean_of_their_losses(tmp_path):
-    run_ranks(1, one_and_two_updates, str(tmp_path))
-    for one, two in zip(metrics_of(tmp_path / "in_1"), metrics_of(tmp_path / "in_2"), strict=True):
+def test_step_of_two_updates_reports_the_mean_of_their_losses(runs):
+    for one, two in zip(metrics_of(runs / "in_1"), metrics_of(runs / "in_2"), strict=True):
         for key in ("loss/total", "loss/pg", "loss/sft"):
             assert two[key] == pytest.approx(one[key], rel=1e-5, abs=1e-7), key
         assert two["tokens/trained"] == one["tokens/trained"]

@@ -111,21 +111,20 @@ def test_average_of_bf16_weights_is_kept_in_fp32(tmp_path):
         )
 
 
-def train_to(rank: int, world_size: int, directory: str, name: str, steps: int, parallel: dict):
+def train_to(rank: int, world_size: int, directory: Path, *runs: tuple[str, int]) -> None:
     teacher = {"weights": "ema", "ema_decay": 0.6, **SELF}
-    models = {"reference": EMA, "teacher": teacher}
-    config = config_of(Path(directory), name, steps, parallel=parallel, **models)
-    train(config, show_progress=False)
+    models = {"reference": EMA, "teacher": teacher, "parallel": {"tensor": world_size}}
+    for name, steps in runs:
+        train(config_of(directory, name, steps, **models), show_progress=False)
+        if (name, steps) == ("resumed", 3):
+            shutil.copytree(directory / name, directory / "layouts")
 
 
 def test_moving_models_survive_a_resume_and_other_layouts(tmp_path):
-    run_ranks(1, train_to, str(tmp_path), "whole", 6, {})
-    run_ranks(1, train_to, str(tmp_path), "resumed", 3, {})
-    shutil.copytree(tmp_path / "resumed", tmp_path / "layouts")
-    run_ranks(1, train_to, str(tmp_path), "resumed", 6, {})
+    run_ranks(1, train_to, tmp_path, ("whole", 6), ("resumed", 3), ("resumed", 6))
     whole = metrics_of(tmp_path / "whole")
     assert metrics_of(tmp_path / "resumed") == whole
-    run_ranks(2, train_to, str(tmp_path), "layouts", 6, {"tensor": 2})
+    run_ranks(2, train_to, tmp_path, ("layouts", 6))
     for key in ("kl/reference", "kl/teacher"):
         found, expected = (
             [row[key] for row in rows] for rows in (metrics_of(tmp_path / "layouts"), whole)

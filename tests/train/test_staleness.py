@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 8
 KILLED_AT = 5  # its row is written, and its checkpoint is not
-SCHEDULES = [(0, False), (1, False), (1, True), (3, False), (3, True)]  # max_staleness, partial
+SCHEDULES = [(0, False), (1, True), (3, False), (3, True)]  # max_staleness, partial
 HELD_OUT = problems(7, 4)  # epochs end inside steps
 
 

@@ -36,8 +36,7 @@ def write_model(path: Path) -> None:
     stop_world()
 
 
-def convert_in_both_directions(rank: int, world_size: int, directory: str) -> None:
-    home = Path(directory)
+def convert_in_both_directions(home: Path) -> None:
     write_model(home / "hf")
     assert convert(home / "hf", home / "megatron") == "Hugging Face to Megatron, in fp32"
     assert convert(home / "megatron", home / "again") == "Megatron to Hugging Face, in fp32"
@@ -56,8 +55,7 @@ def convert_in_both_directions(rank: int, world_size: int, directory: str) -> No
         )
 
 
-def train_and_convert(rank: int, world_size: int, directory: str) -> None:
-    home = Path(directory)
+def train_and_convert(home: Path) -> None:
     write_model(home / "student")
     generation = {"eos_token_id": [20, 21]}
     (home / "student" / "generation_config.json").write_text(json.dumps(generation))
@@ -78,9 +76,8 @@ def train_and_convert(rank: int, world_size: int, directory: str) -> None:
     convert(home / "run" / "checkpoints" / "step_000001", home / "exported")
 
 
-def test_a_checkpoint_converts_to_a_model_with_tokenizer_window_and_generation_settings(tmp_path):
-    run_ranks(1, train_and_convert, str(tmp_path))
-    trained, exported = tmp_path / "run" / "model", tmp_path / "exported"
+def test_a_checkpoint_converts_to_a_model_with_tokenizer_window_and_generation_settings(home):
+    trained, exported = home / "run" / "model", home / "exported"
     for directory in (trained, exported):
         tokenizer = AutoTokenizer.from_pretrained(directory)
         encoded = tokenizer("12+3=", add_special_tokens=False).input_ids
@@ -93,9 +90,10 @@ def test_a_checkpoint_converts_to_a_model_with_tokenizer_window_and_generation_s
         assert (trained / name).read_bytes() == (exported / name).read_bytes()
 
 
-def convert_weights_of_types(rank: int, world_size: int, directory: str) -> None:
+def convert_weights_of_types(directory: Path) -> None:
+    """They keep their values, whatever type config.json names."""
     for stored, named in TYPES:
-        home = Path(directory) / f"{'_'.join(stored)}_{named}"
+        home = directory / f"{'_'.join(stored)}_{named}"
         write_model(home / "hf")
         file, settings = home / "hf" / "model.safetensors", home / "hf" / "config.json"
         types = cycle(getattr(torch, name) for name in stored)
@@ -125,8 +123,17 @@ TYPES = [  # of the weights, and the one that config.json names
 ]
 
 
-def test_weights_keep_their_values_whatever_type_config_json_names(tmp_path):
-    run_ranks(1, convert_weights_of_types, str(tmp_path))
+def convert_all(rank: int, world_size: int, directory: str) -> None:
+    convert_in_both_directions(Path(directory))
+    convert_weights_of_types(Path(directory))
+    train_and_convert(Path(directory))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("home")
+    run_ranks(1, convert_all, str(directory))
+    return directory
 
 
 def test_a_source_without_a_tokenizer_is_refused(tmp_path):
@@ -178,19 +185,18 @@ def test_what_is_rounded_is_said(tmp_path, monkeypatch):
         assert conversion._precision(of_run, tmp_path, architecture) == trained
 
 
-def test_conversion_in_both_directions_is_bit_identical(tmp_path):
-    run_ranks(1, convert_in_both_directions, str(tmp_path))
+def test_conversion_in_both_directions_is_bit_identical(home):
     before, after = (
-        {file.name: file.read_bytes() for file in (tmp_path / form).iterdir()}
+        {file.name: file.read_bytes() for file in (home / form).iterdir()}
         for form in ("hf", "again")
     )
     assert {"model.safetensors", "config.json", "tokenizer.json"} < before.keys()
     assert before == after
 
-    homes = [tmp_path / f"{form}_run" / "evaluation" / form for form in ("hf", "megatron")]
-    first, second = (json.loads((home / "results.json").read_text()) for home in homes)
+    places = [home / f"{form}_run" / "evaluation" / form for form in ("hf", "megatron")]
+    first, second = (json.loads((place / "results.json").read_text()) for place in places)
     assert first["model"].pop("path") != second["model"].pop("path")
     assert first == second
     assert first["benchmarks"]["held_out"]["num_problems"] == 6
-    rows = (homes[0] / "responses" / "held_out" / "part_00000.jsonl").read_text().splitlines()
+    rows = (places[0] / "responses" / "held_out" / "part_00000.jsonl").read_text().splitlines()
     assert len(rows) == 12

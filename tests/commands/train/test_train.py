@@ -1,6 +1,7 @@
 """The checks before the start: what `train` prints, and that their errors end it before a model."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ def no_model(*_):
     raise AssertionError("a model was built")
 
 
-def refused_on_every_rank(rank: int, world_size: int, directory: str) -> None:
+def refused_on_every_rank(rank: int, directory: str) -> None:
     config = tiny_config(
         directory,
         "run",
@@ -31,20 +32,11 @@ def refused_on_every_rank(rank: int, world_size: int, directory: str) -> None:
         train(config)
 
 
-def test_errors_of_the_checks_end_every_rank_before_a_model_is_built(tmp_path):
-    run_ranks(2, refused_on_every_rank, str(tmp_path))
-    printed = (tmp_path / "printed_0").read_text()
-    assert "student stops on 20 '$'" in printed
-    assert "ERROR" not in printed  # the exception says them
-    assert (tmp_path / "printed_1").read_text() == ""
-    assert not (tmp_path / "run").exists()
-
-
 class Enough(Exception):
     """Raised in place of building the models."""
 
 
-def reads_data_once(rank: int, world_size: int, directory: str) -> None:
+def reads_data_once(rank: int, directory: str) -> None:
     def build_run(inputs, *_):
         raise Enough(inputs)
 
@@ -55,5 +47,15 @@ def reads_data_once(rank: int, world_size: int, directory: str) -> None:
     assert ("prompts" in inputs.parts) is (rank == 0)
 
 
-def test_what_the_checks_have_read_is_not_read_again(tmp_path):
-    run_ranks(2, reads_data_once, str(tmp_path))
+def train_twice(rank: int, world_size: int, directory: str) -> None:
+    refused_on_every_rank(rank, directory)
+    assert not (Path(directory) / "run").exists()
+    reads_data_once(rank, directory)
+
+
+def test_the_checks_end_every_rank_before_a_model_is_built_or_hand_over_what_they_read(tmp_path):
+    run_ranks(2, train_twice, str(tmp_path))
+    printed = (tmp_path / "printed_0").read_text()
+    assert "student stops on 20 '$'" in printed
+    assert "ERROR" not in printed  # the exception says them
+    assert (tmp_path / "printed_1").read_text() == ""
