@@ -33,7 +33,8 @@ done
 if [ "${1:-}" = report ]; then RANKS=1; fi
 
 # By default the agent kills its workers 30 s after a signal, too soon for a checkpoint, and SIGUSR1 kills the agent.
-launch=("$VENV/bin/python" -m torch.distributed.run --standalone --nproc-per-node="$RANKS"
+# Without --local-addr its ranks look for this machine by its full name, which a name server may not know.
+launch=("$VENV/bin/python" -m torch.distributed.run --standalone --local-addr=localhost --nproc-per-node="$RANKS"
   "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1" --shutdown-timeout=600 -m stable_opd_mcore "$@")
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} CUDA_DEVICE_MAX_CONNECTIONS=1
 cd "$ROOT"

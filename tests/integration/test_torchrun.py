@@ -78,4 +78,4 @@ def test_a_rank_starts_for_each_gpu_that_is_visible(visible, ranks, tmp_path):
         variables["CUDA_VISIBLE_DEVICES"] = visible
     command = ["launch/torchrun.sh", "--dry-run", "train", "configs/smoke_cpu.yaml"]
     printed = subprocess.check_output(command, cwd=REPOSITORY, env=variables, text=True)
-    assert f"--nproc-per-node={ranks} " in printed
+    assert f"--local-addr=localhost --nproc-per-node={ranks} " in printed
