@@ -51,6 +51,7 @@ THIRD_PARTIES = {
         "data/chat",
         "data/template_variables",
         "data/tokenizer_backend",
+        "data/tool_calls",
     },
     "math_verify": {"evaluation/grading_worker"},
     "pebble": {"evaluation/grading"},

@@ -145,6 +145,11 @@ class Tokenizer:
         return self._backend.chat_template is not None
 
     @property
+    def response_template(self) -> dict[str, Any] | None:
+        """How transformers takes a response apart (tokenizer_config.json); None without one."""
+        return getattr(self._backend, "response_template", None)
+
+    @property
     def _template(self) -> str | None:
         return self._backend.get_chat_template() if self.has_template else None
 
