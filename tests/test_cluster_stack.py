@@ -80,6 +80,14 @@ def test_the_image_installs_from_the_stack() -> None:
     }
     assert printed["constraints"] == [f"{name}=={PACKAGES[name]}" for name in PACKAGES]
     assert "export NVTE_FRAMEWORK=pytorch" in printed["build-flags"]
+    copied = {
+        Path(source).parts[0]
+        for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE)
+        for source in line.split()
+    }
+    sent = (ROOT / ".dockerignore").read_text().splitlines()[1:]
+    assert sent[0] == "*"
+    assert {*sent[1:]} == {f"!{name}" for name in copied}
 
 
 def test_the_documents_install_servers_where_the_default_looks_for_them() -> None:
