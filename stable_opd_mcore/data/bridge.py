@@ -102,7 +102,7 @@ class Bridge:
         text = self._after_turn([_USER], cleaned, tools, calls)
         ids = tuple(self._tokenizer.encode(text))
         end = next(place for place, token in enumerate(ids) if token in self._tokenizer.added_ids)
-        if ids[end] == last_token:
+        if last_token in (ids[end], self._end_of_calls):  # the template keeps the end of a call
             return Observed(ids[end + 1 :], text)
         return Observed(ids, text, replaces_end=last_token in self._tokenizer.stop_token_ids)
 
@@ -136,6 +136,25 @@ class Bridge:
         """The token that the template writes at the end of a turn that the user answers."""
         ids = self._tokenizer.encode(self.between("user"))
         return next(token for token in ids if token in self._tokenizer.added_ids)
+
+    def stop_of(self, turn: Message) -> Sequence[int]:
+        """The token with which the student ends a golden turn: its first stop id, or the one that
+        the template writes only after a call (gpt-oss's)."""
+        end = self._end_of_calls if turn.get("tool_calls") else None
+        return self._tokenizer.stop_token_ids[:1] if end is None else (end,)
+
+    @cached_property
+    def _end_of_calls(self) -> int | None:
+        """The stop id that ends a turn with a call; None where a turn with a text ends alike."""
+        calls = [{"function": {"name": "f", "arguments": {"x": _MARK}}}]
+        ends: list[int | None] = []
+        with suppress(DataError):  # `said` refuses what the template does not take
+            for turn in (_SAID, {"role": "assistant", "content": None, "tool_calls": calls}):
+                ids = self._tokenizer.encode(self._tokenizer.render([_USER, turn]))
+                added = (token for token in reversed(ids) if token in self._tokenizer.added_ids)
+                ends.append(next(added, None))
+        is_other = len(ends) == 2 and ends[0] != ends[1]
+        return ends[1] if is_other and ends[1] in self._tokenizer.stop_token_ids else None
 
     def difference(self, of_teacher: Bridge, role: str) -> tuple[str, str] | None:
         """What this template and the teacher's write for a message of this role; None: the same."""

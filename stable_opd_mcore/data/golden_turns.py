@@ -5,7 +5,6 @@ from itertools import groupby
 from typing import NamedTuple
 
 from stable_opd_mcore.data.bridge import Bridge
-from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.data.thoughts import golden_response
 from stable_opd_mcore.data.tool_schemas import Tool
@@ -20,7 +19,6 @@ class GoldenTurn(NamedTuple):
 def golden_parts(
     turns: Sequence[Message],
     prompt_text: str,
-    tokenizer: Tokenizer,
     bridge: Bridge,
     tools: Sequence[Tool],
 ) -> list[GoldenTurn]:
@@ -28,10 +26,11 @@ def golden_parts(
     parts: list[GoldenTurn] = []
     observed: Sequence[int] = ()
     turn: Message = {}
-    stop = tokenizer.stop_token_ids[:1]
+    stop = bridge.stop_of(turn)
     for of_assistant, group in groupby(turns, lambda turn: turn["role"] == "assistant"):
         if of_assistant:
             (turn,) = group
+            stop = bridge.stop_of(turn)
             text = golden_response(bridge.said(turn), prompt_text)
             parts.append(GoldenTurn(observed, text, stop))
         else:

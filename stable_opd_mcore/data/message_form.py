@@ -64,15 +64,36 @@ class MessageForm:
     def has_thoughts(self) -> bool:
         return self.thought_key is not None or self.marks is not None
 
+    @cached_property
+    def writes_one_call(self) -> bool:
+        """Whether the template writes a call of a message, and fails on or drops a second one."""
+        return self._writes_calls(1) and not self._writes_calls(2)
+
+    def _writes_calls(self, number: int) -> bool:
+        marks = [f"{_PROBE}-{place}" for place in range(number)]
+        calls = [{"function": {"name": "f", "arguments": {"x": mark}}} for mark in marks]
+        said = {"role": "assistant", "content": None, "tool_calls": calls}
+        for form in ([_ASK, said], *other_forms([_ASK, said])):
+            with suppress(Exception):
+                text = self._render(form)
+                return all(mark in text for mark in marks)
+        return False
+
     def taken(self, message: Message) -> Message:
         """An assistant's message with its thought where the template reads it: in its key, or
         between marks before the content. What a gpt-oss sampled is taken apart by its channels.
 
         Raises:
-            DataError: a thought, and neither a key nor marks.
+            DataError: a thought, and neither a key nor marks; or calls of which one is written.
         """
         if message["role"] != "assistant":
             return message
+        if len(message.get("tool_calls") or ()) > 1 and self.writes_one_call:
+            raise DataError(
+                f"{self._path}: its chat template writes one tool call a message (gpt-oss's, "
+                "Llama's); write each call and its reply as messages of their own, one after the "
+                "other"
+            )
         content = message.get("content")
         if self.thought_key is not None and isinstance(content, str) and CHANNEL in content:
             message = {**message, **(channel_message(content) or {})}

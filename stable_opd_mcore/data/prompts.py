@@ -305,7 +305,7 @@ def _encode_golden(
                 "sft and with mixture.lambda=0"
             )
         try:
-            parts_of.append(golden_parts(turns, prompt_text, tokenizer, bridge, row.tools))
+            parts_of.append(golden_parts(turns, prompt_text, bridge, row.tools))
         except DataError as error:
             raise DataError(f"{row.row_id}: {error}") from error
     said = iter(tokenizer.encode_many([part.text for parts in parts_of for part in parts]))
