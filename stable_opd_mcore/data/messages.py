@@ -15,6 +15,8 @@ Message = Mapping[str, Any]
 THOUGHT = "reasoning_content"  # the key of a thought here, whichever of these it had
 THOUGHT_KEYS = (THOUGHT, "reasoning", "thinking", "thoughts")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_THOUGHT_PARTS = ("thinking", "reasoning")
+_CALL_PARTS = ("tool_use", "tool_result")  # Anthropic's
 _MAY_BE_EMPTY = ("system", "tool")  # an empty file, a command that prints nothing
 _ANYWHERE = (None, "system", "user", "assistant", "tool")
 _BEFORE = {  # roles that may stand before one; None: it is the first
@@ -188,9 +190,13 @@ def _parts(content: object, place: str) -> tuple[object, list[object]]:
         return content, []
     text, thoughts, others = split_parts(cast("list[object]", content))
     if others:
+        part = others[0]
+        remedy = "write it as text, or remove the row"
+        if isinstance(part, Mapping) and cast("Any", part).get("type") in _CALL_PARTS:
+            remedy = "write a call as tool_calls of the message, and its reply as a message of tool"
         raise DataError(
-            f"{place}: content has a part {others[0]!r:.60}; only parts of text are read, "
-            "{type: text, text: ...}: write it as text, or remove the row"
+            f"{place}: content has a part {part!r:.60}; only parts of text are read, "
+            f"{{type: text, text: ...}}: {remedy}"
         )
     return text, thoughts
 
@@ -203,12 +209,14 @@ def split_parts(content: Sequence[object]) -> tuple[str, list[object], list[obje
     others: list[object] = []
     for part in content:
         fields = cast("Mapping[str, Any]", part if isinstance(part, Mapping) else {})
-        text, thought = fields.get("text"), fields.get("thinking")
+        text, kind = fields.get("text"), fields.get("type")
+        said = (fields.get(key) for key in (*_THOUGHT_PARTS, "text"))
+        thought = next((each for each in said if each is not None), None)
         if isinstance(part, str):
             texts.append(part)
-        elif fields.get("type") in _TEXT_PARTS and isinstance(text, str):
+        elif kind in _TEXT_PARTS and isinstance(text, str):
             texts.append(text)
-        elif fields.get("type") != "thinking":
+        elif kind not in _THOUGHT_PARTS or thought is None:
             others.append(cast("object", part))
         elif isinstance(thought, list):
             within = split_parts(cast("list[object]", thought))

@@ -22,7 +22,13 @@ KEYS = ("reasoning_content", "reasoning", "thinking", "thoughts")
 MARKED = "<think>\nHm.\n</think>\n\nIt is 2."
 CHANNELS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
 HARMONY = (  # gpt-oss's form, reduced
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% if '<|channel|>' in m.content %}"
+    "{% set f = namespace() %}{% for m in messages %}{% if m.tool_calls %}"
+    "{% set f.name = m.tool_calls[0].function.name %}<|start|>assistant to=functions.{{ f.name }}"
+    "<|channel|>commentary json<|message|>{{ m.tool_calls[0].function.arguments|tojson }}<|call|>"
+    "{% elif m.role == 'tool' %}{% if not f.name %}{{ raise_exception('no call') }}{% endif %}"
+    "<|start|>functions.{{ f.name }} to=assistant<|channel|>commentary"
+    "<|message|>{{ m.content|tojson }}<|end|>"
+    "{% elif m.role == 'assistant' %}{% if '<|channel|>' in m.content %}"
     "{{ raise_exception('channels belong into thinking') }}{% endif %}"
     "{% if m.thinking and loop.last and not add_generation_prompt %}"
     "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
@@ -31,7 +37,7 @@ HARMONY = (  # gpt-oss's form, reduced
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-OF_HARMONY = ("<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|message|>")
+OF_HARMONY = ("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>")
 STRICT = (  # Mistral's form, reduced
     "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
     "{% elif m.tool_calls %}[TOOL_CALLS]{% for c in m.tool_calls %}{% if c.id|length != 9 %}"
@@ -46,9 +52,8 @@ OF_STRICT = ("</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/T
 
 def harmony(path):
     model = write_model(path, template=HARMONY, added=OF_HARMONY, eos_token_id=None)
-    names = Tokenizer.load(model).names_by_id
-    stop = [token for token, name in names.items() if name == "<|return|>"]
-    return Tokenizer.load(model, stop)
+    names = {name: token for token, name in Tokenizer.load(model).names_by_id.items()}
+    return Tokenizer.load(model, [names[each] for each in ("<|return|>", "<|call|>")])
 
 
 def strict(path):
@@ -82,12 +87,18 @@ def goldens(rows, tokenizer):
 def test_a_thought_in_a_key_is_what_the_student_would_sample(tmp_path, name, written):
     tokenizer = harmony(tmp_path / "m") if name == "harmony" else real_tokenizer(name)
     in_keys = [[ASK, {**ANSWER, key: " Hm.\n"}] for key in KEYS]
-    parts = [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "It is 2."}]
+    text = {"type": "text", "text": "It is 2."}
+    thoughts = [
+        *({"type": "reasoning", key: "Hm."} for key in ("reasoning", "text")),
+        {"type": "thinking", "thinking": "Hm."},
+        {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]},
+    ]
     twice = {**ANSWER, "reasoning": "Hm.", "reasoning_content": "Hm."}
-    more = [[ASK, twice], [ASK, {**ANSWER, "content": parts}]]
+    more = [[ASK, twice], *([ASK, {**ANSWER, "content": [each, text]}] for each in thoughts)]
     rows = rows_of(tmp_path / "rows.jsonl", *in_keys, *more)
     assert goldens(rows, tokenizer) == [written] * len(rows)
     empty = [[ASK, {**ANSWER, key: value}] for key in KEYS for value in ("", " ", None)]
+    empty.append([ASK, {**ANSWER, "content": [{"type": "thinking", "thinking": ""}, text]}])
     rows = rows_of(tmp_path / "rows.jsonl", *empty, [ASK, ANSWER])
     assert len(set(goldens(rows, tokenizer))) == 1
     assert {row.solution for row in rows} == {"It is 2."}
@@ -169,6 +180,40 @@ def test_a_strict_template_gets_ids_that_it_takes_the_same_for_call_and_reply(tm
         goldens(with_text, tokenizer)
     whole = tokenizer.render([*rows[0].messages, *rows[0].golden_turns])
     assert all(whole.count(own) == 2 for own in short)
+
+
+def test_a_call_of_gpt_oss_ends_with_its_own_token_and_stands_by_itself(tmp_path):
+    tokenizer = harmony(tmp_path / "m")
+    asks, replies = {**ANSWER, "content": None, "tool_calls": [call(0, {"a": 1})]}, {"role": "tool"}
+    replies |= {"content": "2"}
+    called = ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+    observed = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"2"<|end|>'
+    final = "<|start|>assistant<|channel|>final<|message|>It is 2.<|return|>"
+
+    def golden(*turns, columns="all"):
+        return goldens(rows_of(tmp_path / "rows.jsonl", [ASK, *turns], golden=columns), tokenizer)
+
+    assert golden(asks, columns="last") == [called]
+    assert golden(asks, replies, ANSWER) == [f"{called}{observed}{final}"]
+    two = {**asks, "tool_calls": [call(0, {"a": 1}), call(1, {"a": 2})]}
+    for turns, columns in (((two,), "last"), ((two, replies, replies, ANSWER), "last")):
+        with pytest.raises(
+            DataError, match=r"rows\.jsonl:1: .*write each call and its reply as me"
+        ):
+            golden(*turns, columns=columns)
+    alone = [{**asks, "tool_calls": [each]} for each in two["tool_calls"]]
+    assert golden(alone[0], replies, alone[1], replies, ANSWER) == [
+        f"{called}{observed}<|start|>assistant{called.replace('1', '2')}{observed}{final}"
+    ]
+    config = DataConfig(train=SourceConfig(path="x"))
+    rows = rows_of(tmp_path / "rows.jsonl", [ASK, asks, replies, ANSWER], golden="all")
+    (prompt,) = PromptSet(rows, tokenizer, config, window=500, max_new_tokens=9, golden="required")
+    sampled = prompt.golden_turn_tokens[0]  # the end of the call is trained, not observed
+    assert tokenizer.pieces(prompt.golden_token_ids[sampled - 1 : sampled]) == ["<|call|>"]
+    context = tokenizer.encode(called)
+    user = Bridge(tokenizer).append([ASK], context[-1]).after(context)
+    assert not user.restarts
+    assert tokenizer.pieces(user.token_ids)[:2] == ["<|start|>", "u"]
 
 
 def test_the_older_form_of_calls_is_read_as_the_newer_one(tmp_path):

@@ -80,6 +80,12 @@ CASES = [  # columns, the row, words of its remedy, and for each remedy the colu
         [(TALK, talk(given("user", [{"type": "text", "text": "1+1?"}])))],
     ),
     (TALK, talk(given("user", {"a": 1})), "write it as one text", [(TALK, talk(ASK))]),
+    (
+        TALK,
+        talk(ASK, given("assistant", [{"type": "tool_use", "name": "add", "input": {"a": 1}}])),
+        "write a call as tool_calls of the message, and its reply as a message of tool",
+        [(TALK, talk(ASK, calling("a"), reply()))],
+    ),
     (TALK, talk(given("user", " ")), "fill it", [(TALK, talk(ASK))]),
     (
         TALK,
