@@ -7,6 +7,8 @@ from pydantic import Field, field_validator
 from stable_opd_mcore.config.section import Section
 
 HEALTHY_AFTER = 10  # steps without a symptom after a checkpoint, until the guard may return to it
+MAX_ROLLBACKS = 2  # each to another of as many healthy checkpoints
+MOST_KEPT = MAX_ROLLBACKS + 1  # checkpoints kept for them; one of these may become healthy
 MOST_STEPS_BETWEEN_SAVES = 20  # with more, an early collapse may find no checkpoint to return to
 
 

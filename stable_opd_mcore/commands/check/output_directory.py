@@ -12,7 +12,11 @@ from pathlib import Path
 
 from stable_opd_mcore.commands.check.finding import Finding, finding
 from stable_opd_mcore.config.cold_start import after_cold_start
-from stable_opd_mcore.config.guard_settings import HEALTHY_AFTER, MOST_STEPS_BETWEEN_SAVES
+from stable_opd_mcore.config.guard_settings import (
+    HEALTHY_AFTER,
+    MOST_KEPT,
+    MOST_STEPS_BETWEEN_SAVES,
+)
 from stable_opd_mcore.host.atomic_files import naming_disk_errors
 from stable_opd_mcore.host.run_directory import ANY_STEP
 from stable_opd_mcore.host.run_lock import (
@@ -94,7 +98,8 @@ def disk(inputs: RunInputs) -> Iterator[Finding]:
         model, checkpoint = model + element * factors, (element + state) * factors
     home = config.run.path
     existing = len(list(config.run.files.checkpoints.glob(ANY_STEP)))
-    kept = max(1, config.checkpoint.keep + 1 - existing)  # a new one is written before one goes
+    most = config.checkpoint.keep + (MOST_KEPT if config.guard.acts else 0)
+    kept = max(1, most + 1 - existing)  # a new one is written before one goes
     free = shutil.disk_usage(_existing(home)).free
     if free < model + kept * checkpoint:
         yield finding(

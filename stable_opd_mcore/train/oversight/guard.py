@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal
 
-from stable_opd_mcore.config.guard_settings import HEALTHY_AFTER, GuardConfig
+from stable_opd_mcore.config.guard_settings import HEALTHY_AFTER, MAX_ROLLBACKS, GuardConfig
 from stable_opd_mcore.train.oversight.onset import DETECTORS, Seen, Series, watch
 
 ActionName = Literal["warned", "damaged", "raised", "rolled_back", "stopped", "recovered"]
 Measure = Literal["none", "raised", "stopped"]
 PATIENCE = 10  # steps that a measure gets to help; also steps without symptoms until measures end
-MAX_ROLLBACKS = 2
 FIRST_SHARE = 0.25  # share of max_beta and max_lambda at the first raise; each further step doubles
 
 

@@ -193,6 +193,13 @@ def test_the_space_of_a_run_is_that_of_its_checkpoints_and_model(tmp_path, monke
         (finding,) = output_directory.disk(inputs_of(tmp_path, **sections))
         needed = parameters * (model + 3 * checkpoint)
         assert finding.values == (("needed", f"{needed:.1f} GiB"), ("free", "0.0 GiB"))
+    guarded = {
+        "guard": {"policy": "act", "max_lambda": 0.0},
+        "checkpoint": {"keep": 2, "every": 10},
+    }
+    (finding,) = output_directory.disk(inputs_of(tmp_path, **guarded))
+    needed = parameters * (4 + 6 * 12)  # it keeps up to three more
+    assert finding.values[0] == ("needed", f"{needed:.1f} GiB")
     factors = 2 * 1024  # of rank 2
     lora = {"student": {"lora": {"rank": 2}}, "checkpoint": {"keep": 2}}
     (finding,) = output_directory.disk(inputs_of(tmp_path, **lora))
