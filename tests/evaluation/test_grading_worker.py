@@ -17,36 +17,36 @@ from tests.real_data import real_data
 ENDLESS = r"\boxed{9^{9^{9^{9}}}+1}"
 
 
-@pytest.mark.parametrize(
-    ("response", "gold", "expected"),
-    [
-        (r"\boxed{\frac{1}{2}}", "0.5", True),
-        (r"\boxed{2\sqrt{3}}", r"2\sqrt{3}", True),  # bare LaTeX is read as a formula
-        (r"\boxed{0.5}", r"$\frac{1}{2}$", True),
-        (r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", True),
-        (r"\boxed{4}", "3", False),
-        (r"\boxed{}", "3", False),
-        (r"\boxed{3}", "", False),
-        ("1/3 of $9\n#### 3", "3", True),
-        ("1/3 of $9\n#### 3", "1/3", False),
-        ("#### Result\n\\boxed{3}\n#### as shown", "3", True),  # a heading is not an answer
-        (r"\boxed{1450}", "x=2 so x*725 = $3\n#### 1,450", True),
-        (r"\boxed{4.5 \times 10^{33}}", "4.5e33", True),  # scientific notation, not Euler's e
-        (r"\boxed{10^{-8} \text{ Farads}}", "1e-8", True),
-        (r"\boxed{-1.87E+6}.", "-1870000", True),
-        ("so\n#### 0.00001", str(1e-5), True),
-        ("The answer is 2e3", "2000", True),
-        (r"\boxed{2000}", "2e4", False),
-        (r"\boxed{2e\cdot x}", "2ex", True),
-        (r"\boxed{1e9999}", "1e9999", True),  # not evaluated
-        (r"\boxed{10\,000}", "10000", True),  # a thin space of thousands, not a product
-        (r"\boxed{1~234\ 567.5}", r"1{,}234{,}567.5", True),
-        (r"\boxed{20\,000}", r"10\,000", False),
-        (r"\boxed{10\,000}", "0", False),
-    ],
-)
-def test_answers_are_compared_as_formulas(response, gold, expected):
-    assert is_right(response, gold) is expected
+FORMULAS = [
+    (r"\boxed{\frac{1}{2}}", "0.5", True),
+    (r"\boxed{2\sqrt{3}}", r"2\sqrt{3}", True),  # bare LaTeX is read as a formula
+    (r"\boxed{0.5}", r"$\frac{1}{2}$", True),
+    (r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", True),
+    (r"\boxed{4}", "3", False),
+    (r"\boxed{}", "3", False),
+    (r"\boxed{3}", "", False),
+    ("1/3 of $9\n#### 3", "3", True),
+    ("1/3 of $9\n#### 3", "1/3", False),
+    ("#### Result\n\\boxed{3}\n#### as shown", "3", True),  # a heading is not an answer
+    (r"\boxed{1450}", "x=2 so x*725 = $3\n#### 1,450", True),
+    (r"\boxed{4.5 \times 10^{33}}", "4.5e33", True),  # scientific notation, not Euler's e
+    (r"\boxed{10^{-8} \text{ Farads}}", "1e-8", True),
+    (r"\boxed{-1.87E+6}.", "-1870000", True),
+    ("so\n#### 0.00001", str(1e-5), True),
+    ("The answer is 2e3", "2000", True),
+    (r"\boxed{2000}", "2e4", False),
+    (r"\boxed{2e\cdot x}", "2ex", True),
+    (r"\boxed{1e9999}", "1e9999", True),  # not evaluated
+    (r"\boxed{10\,000}", "10000", True),  # a thin space of thousands, not a product
+    (r"\boxed{1~234\ 567.5}", r"1{,}234{,}567.5", True),
+    (r"\boxed{20\,000}", r"10\,000", False),
+    (r"\boxed{10\,000}", "0", False),
+]
+
+
+def test_answers_are_compared_as_formulas():
+    for response, gold, expected in FORMULAS:
+        assert is_right(response, gold) is expected, (response, gold)
 
 
 def test_the_answer_after_the_hashes_of_gsm8k_s_own_solutions_is_theirs():

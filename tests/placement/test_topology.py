@@ -104,20 +104,20 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("world", ROWS, ids=str)
-def test_who_sits_where(world):
-    made = topology(*world)
-    check_places(made)
-    page = CONFIGS.parent / "docs" / "evidence" / "topology.md"
-    assert table_row(*world, made) in page.read_text()
+def test_who_sits_where():
+    page = (CONFIGS.parent / "docs" / "evidence" / "topology.md").read_text()
+    for world in ROWS:
+        made = topology(*world)
+        check_places(made)
+        assert table_row(*world, made) in page
 
 
-@pytest.mark.parametrize("nodes", [*range(1, 9), 12, 16, 63, 64, 127, 128])
-def test_worlds_up_to_128_nodes_are_valid(nodes):
-    for name in ("1p5b", "7b"):
-        check_places(topology(name, nodes))
-        check_places(topology(name, nodes, max(1, nodes // 3)))
-    check_places(topology("32b", 2 * nodes, nodes))
+def test_worlds_up_to_128_nodes_are_valid():
+    for nodes in (*range(1, 9), 12, 16, 63, 64, 127, 128):
+        for name in ("1p5b", "7b"):
+            check_places(topology(name, nodes))
+            check_places(topology(name, nodes, max(1, nodes // 3)))
+        check_places(topology("32b", 2 * nodes, nodes))
 
 
 def test_gpus_are_counted_on_their_own_node():
