@@ -36,7 +36,7 @@ from stable_opd_mcore.inputs.loading import (
     load_tokenizer,
     teacher_stop_ids,
 )
-from stable_opd_mcore.losses.objectives import build_objective
+from stable_opd_mcore.losses.source_objectives import build_source_objectives
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.layers.attention import PackedSequences
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
@@ -221,7 +221,7 @@ def sample(trio: Trio, student: HiddenStatesGPTModel, world: World) -> tuple[Ten
     """Prompts with responses, padded at the end [B, T], and which tokens were sampled."""
     tokenizer = load_tokenizer(trio.config)
     stops = teacher_stop_ids(trio.config, tokenizer)
-    objective = build_objective(trio.config, tokenizer.stop_token_ids, stops)
+    objective = build_source_objectives(trio.config, tokenizer.stop_token_ids, stops)
     architecture = configured_architecture(trio.config.student)
     prompts = load_prompts(trio.config, tokenizer, architecture, objective)
     prompts = prompts.select(range(trio.config.rollout.prompts_per_step))

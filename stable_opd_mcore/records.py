@@ -76,6 +76,15 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Use:
+    """What a run does with the prompts of a source."""
+
+    objective: int = 0  # the place of its objective in Config.objectives
+    is_sampled: bool = True  # False: only its golden solutions are trained on
+    is_taught: bool = True  # the objective asks a teacher, where the run has one
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One problem as the student reads it."""
 
@@ -100,6 +109,7 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     # Tokens of the golden turns, of which every other one is observed; (): golden_token_ids are one
     golden_turn_tokens: tuple[int, ...] = field(default=(), compare=False)
+    use: Use = field(default=Use(), compare=False)
 
 
 class _WithArrays:
@@ -274,6 +284,8 @@ class Sample(_WithArrays):
     teacher_prompt_token_ids: NDArray[np.int32] | None = None
     teacher_scores: SequenceScores | None = None  # of the N tokens; see Rollout
     slot: int = 0  # see Prompt
+    objective: int = 0  # see Use
+    is_taught: bool = True  # see Use
 
     @property
     def ends_turn(self) -> NDArray[np.bool_]:
@@ -336,6 +348,8 @@ class MicroBatch:
     truncated_N: Tensor  # [N] bool, of a rollout's turn that ended as "length"
     golden_rows_G: Tensor  # [G] int64, where golden_N is True; on the host
     is_scored: bool = True  # False: all samples are golden solutions that no other model scores
+    objective: int = 0  # see Use
+    is_taught: bool = True  # the teacher scores it, if it is scored
     given_advantage_N: Tensor | None = None  # [N] fp32, of grpo; None: computed from scores
     # [T, Y, X] int16, the experts that the rollout engine chose; -1 where it chose none
     routed_experts_TYX: Tensor | None = None

@@ -30,7 +30,7 @@ class SampleFacts:
     turns_B: NDArray[np.int64]  # at least 1
     truncated_turns_B: NDArray[np.int64]  # those that ended as "length"
     source_B: NDArray[np.int64] | None = None  # its place in data.train; None: there is one source
-    # of the teacher's sequence; None: the teacher reads the student's prompts
+    # of the teacher's sequence; 0, or None for all: the teacher reads the student's, or nothing
     teacher_tokens_B: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:

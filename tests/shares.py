@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stable_opd_mcore.data.packing import costs, fill, pack, partition
+from stable_opd_mcore.data.packing import Kind, costs, fill, pack, partition
 from stable_opd_mcore.records import MicroBatch, Sample, SampleKind
 from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
@@ -94,7 +94,7 @@ def pack_share(
     batches = pack(
         [samples[place] for place in shares[data_rank]],
         weights.select(mine),
-        agree=lambda _counts: [needed(True), needed(False)],
+        agree=lambda _counts: {Kind(): needed(True), Kind(True): needed(False)},
         **options,
     )
     return [

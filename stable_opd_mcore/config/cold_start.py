@@ -11,6 +11,9 @@ def cold_start_config(config: Config) -> Config:
     home = config.run.files
     values["run"] = {"name": home.cold_start.name, "directory": str(home.path)}
     values["objective"] = {"name": "sft"}
+    if isinstance(config.data.train, tuple):
+        for source in values["data"]["train"]:
+            source["objective"] = None
     values["rollout"] = {"prompts_per_step": cold.prompts_per_step}  # it samples none
     # Without rollouts these have no use.
     for section in ("aggregation", "environment", "kl", "mixture", "reference", "guard"):

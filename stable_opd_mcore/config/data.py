@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
 
 from stable_opd_mcore.config.environment_settings import EnvironmentConfig
+from stable_opd_mcore.config.objective_settings import ObjectiveConfig
 from stable_opd_mcore.config.section import Section
 from stable_opd_mcore.host.user_code import UserFunction, read_user_function
 
@@ -84,6 +85,9 @@ class TrainSource(SourceConfig):
     """Share of the run's prompts, relative to the sum of all weights."""
     teacher: str | None = None
     """A key of `teacher.routes`, whose teacher scores its rows; `null`: its name."""
+    objective: ObjectiveConfig | None = None
+    """Objective of its rows: these keys of `objective`, and the run's value of every other. `null`:
+    the run's `objective`. Objectives that differ need `normaliser: per_source`."""
     reward: RewardConfig | None = None
     """Reward of its rows, in place of the whole of the run's `reward`: without a `function` here,
     the rows' answers count. `null`: the run's `reward`."""

@@ -1,9 +1,10 @@
 """Refuse settings that other settings make useless: a run must not seem to use them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from stable_opd_mcore.config.data import DataConfig
 from stable_opd_mcore.config.environment_settings import EnvironmentConfig
+from stable_opd_mcore.config.objective_settings import ObjectiveConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 
@@ -28,7 +29,7 @@ def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
     unused: dotted keys that the objective does not use, and why.
     """
     reasons = dict(unused)
-    if config.objective.name == "sft":
+    if config.is_supervised:
         reasons |= dict.fromkeys(_OF_ROLLOUTS, "objective.name=sft has no rollouts")
     rollout = config.rollout
     is_corrected = rollout.importance_correction != "none"
@@ -42,7 +43,16 @@ def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
     has_problems = any(each.columns.messages is None for each in rows_of)
     has_schedule = config.optimizer.schedule != "constant"
     for key, needs, is_met in (
-        ("objective.jsd_beta", "objective.divergence=jsd", config.objective.divergence == "jsd"),
+        (
+            "objective.jsd_beta",
+            "objective.divergence=jsd",
+            any(each.divergence == "jsd" for each in config.objectives),
+        ),
+        (
+            "objective.name",
+            "a source without an objective of its own",
+            any(config.objective_of(each) == config.objective for each in data.sources),
+        ),
         ("kl.estimator", "kl.beta > 0", config.largest_beta > 0),
         ("reference.path", "kl.beta > 0", config.largest_beta > 0),
         ("reference.update", "kl.beta > 0", config.largest_beta > 0),
@@ -80,6 +90,22 @@ def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
         value = _value(config, key)
         if value != _value(defaults, key):
             raise ConfigError(f"{key}={value} would have no effect: {reason}; drop it")
+
+
+def refuse_unused_of_source(
+    config: Config, settings: ObjectiveConfig, unused: Collection[str], name: str
+) -> None:
+    """Raise a ConfigError for a setting that a source's objective does not use, unless it has the
+    run's value, which other sources use, or the default."""
+    own = config.model_copy(update={"objective": settings})
+    defaults = Config.model_construct(objective=ObjectiveConfig())
+    for key in sorted(unused):
+        value = _value(own, key)
+        if value not in (_value(config, key), _value(defaults, key)):
+            raise ConfigError(
+                f"data.train: {key}={value} of a source would have no effect: {name} has no use "
+                "for it; drop it"
+            )
 
 
 def _value(config: Config, key: str) -> object:

@@ -101,6 +101,13 @@ class ObjectiveConfig(Section):
             )
         return self
 
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether the loss reads scores of a teacher."""
+        if is_user_function(self.name):
+            return bool(self.needs - {"given_advantage"})
+        return self.name not in ("sft", "grpo")
+
     def read(self) -> UserFunction:
         """The function of the user's own."""
         return read_user_function(self.name, ("rows", "settings"))

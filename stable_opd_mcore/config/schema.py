@@ -26,6 +26,7 @@ from stable_opd_mcore.config.models import (
 from stable_opd_mcore.config.objective_settings import KLConfig, MixtureConfig, ObjectiveConfig
 from stable_opd_mcore.config.rollouts import RolloutConfig, SamplingConfig
 from stable_opd_mcore.config.section import Section
+from stable_opd_mcore.config.source_objectives import objectives_refusal, with_whole_objectives
 from stable_opd_mcore.config.training import (
     LARGEST_WATCHDOG_MINUTES,
     LONGEST_WAIT_MINUTES,
@@ -110,6 +111,29 @@ class Config(Section):
     fault: FaultConfig = FaultConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_objectives(cls, values: Any) -> Any:
+        return with_whole_objectives(values)
+
+    def objective_of(self, source: TrainSource) -> ObjectiveConfig:
+        """The objective of a source's rows."""
+        return source.objective or self.objective
+
+    @property
+    def objectives(self) -> tuple[ObjectiveConfig, ...]:
+        """The objectives of all sources, each once, in the order of the first source with it."""
+        found: list[ObjectiveConfig] = []
+        for source in self.data.sources:
+            if self.objective_of(source) not in found:
+                found.append(self.objective_of(source))
+        return tuple(found)
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the run trains on golden solutions only, and samples nothing."""
+        return all(each.name == "sft" for each in self.objectives)
 
     def environment_of(self, source: TrainSource) -> EnvironmentConfig:
         """The environment of a source's rows; without a function they have one turn."""
@@ -244,6 +268,8 @@ class Config(Section):
                 f"{self.rollout.sglang.placement}; leave it out, or colocate SGLang servers"
             )
         self._require_waits_below_watchdog()
+        if reason := objectives_refusal(self):
+            raise ValueError(reason)
         self._require_sources_fit()
         self._require_environments_fit()
         self._require_guard_fits()
@@ -260,7 +286,10 @@ class Config(Section):
 
     def _require_sources_fit(self) -> None:
         routes = self.teacher.routes if self.teacher else {}
-        if self.largest_lambda and not any(each.may_have_golden for each in self.data.sources):
+        mixed = [
+            each for each in self.data.sources if self.objective_of(each).name != "sft"
+        ] or self.data.sources
+        if self.largest_lambda and not any(each.may_have_golden for each in mixed):
             key = "mixture.lambda" if self.mixture.lambda_ else "guard.max_lambda"
             raise ValueError(
                 f"{key} > 0 with no column of golden solutions in data.train: set "
@@ -287,7 +316,7 @@ class Config(Section):
                     "turns, and the trainer replays the experts that the newest ones chose; set "
                     "routing_replay to false or max_staleness to 0"
                 )
-            if self.objective.discount:
+            if self.objective_of(source).discount:
                 environment.require_one_context("objective.discount")
             if self.teacher and self.teacher.prompt:
                 environment.require_one_context("teacher.prompt")
@@ -330,7 +359,7 @@ class Config(Section):
     def _require_guard_fits(self) -> None:
         if not self.guard.acts:
             return
-        if self.objective.name == "sft":
+        if self.is_supervised:
             raise ValueError(
                 "guard.policy=act with objective.name=sft: without rollouts there is nothing to "
                 "guard; set guard.policy=off"

@@ -5,16 +5,19 @@ Sequences lie end to end, and cu_seqlens holds their bounds. Tokens that fill a 
 multiple are a last sequence without loss rows. Context parallelism needs every sequence to be a
 multiple; its filling tokens stand at its end, where causal attention hides them from the others.
 
-Samples that other models score and samples that none does (Sample.is_scored) are never in one
-micro-batch, so the score phase runs over the first kind only.
+A micro-batch has samples of one `Kind`: samples that other models score and samples that none does
+(Sample.is_scored) are never in one, so the score phase runs over the first kind only; nor are those
+of two objectives, nor those that the teacher scores and those that it does not.
 
 Suffixes of names: records.py; P prompts, M micro-batches.
 """
 
+from __future__ import annotations
+
 import heapq
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +25,25 @@ from numpy.typing import NDArray
 
 from stable_opd_mcore.records import MicroBatch, Sample, SequenceScores
 from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
+
+
+class Kind(NamedTuple):
+    """What the samples of a micro-batch have in common, in the order of the micro-batches: see
+    `MicroBatch`. No model scores other golden solutions, so their loss is the same everywhere."""
+
+    is_not_scored: bool = False
+    objective: int = 0
+    is_not_taught: bool = False
+
+    @classmethod
+    def of(cls, sample: Sample) -> Kind:
+        """The kind of a sample."""
+        if not sample.is_scored:
+            return cls(True)
+        return cls(False, sample.objective, not sample.is_taught)
+
+
+Counts = Mapping[Kind, int]
 
 _PAD_TOKEN = 0  # any valid id: no loss reads it and no token attends to it
 
@@ -66,7 +88,7 @@ def pack(
     weights: SampleWeights,
     *,
     max_tokens: int,
-    agree: Callable[[Sequence[int]], Sequence[int]] = lambda counts: counts,
+    agree: Callable[[Counts], Counts] = lambda counts: counts,
     attention_length: float = math.inf,
     pad_to_multiple: int = 1,
     sequence_multiple: int = 1,
@@ -78,12 +100,12 @@ def pack(
     Args:
         samples: those that this rank trains on; those of weight zero too, for the metrics.
         max_tokens: limit of T; a longer sequence is a micro-batch of its own.
-        agree: turns the numbers of micro-batches that this rank needs, for scored samples and for
-            the others, into the numbers that every rank makes.
+        agree: turns the numbers of micro-batches of each kind that this rank needs into the
+            numbers that every rank makes.
         attention_length: the one of `costs`, which balances micro-batches.
         pad_to_multiple: T is a multiple of this (World.token_multiple).
         sequence_multiple: every sequence is a multiple of this (World.sequence_multiple).
-        microbatch_multiple: both numbers of micro-batches are multiples of this.
+        microbatch_multiple: the number of micro-batches of each kind is a multiple of this.
         routing: layers and experts of a token (Y, X), where rollouts bring their experts.
 
     Returns:
@@ -99,21 +121,27 @@ def pack(
     tokens_B = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
     costs_B = costs(tokens_B, attention_length, sequence_multiple)
     lengths_B = _up_to(sequence_multiple, tokens_B)
-    scored_B = np.array([sample.is_scored for sample in samples], np.bool_)
-    order_B = np.argsort(-costs_B, kind="stable")
-    kinds = {True: order_B[scored_B[order_B]], False: order_B[~scored_B[order_B]]}
-    bins = {kind: fill(lengths_B, order.tolist(), max_tokens) for kind, order in kinds.items()}
-    counts = agree([len(of_kind) for of_kind in bins.values()])
-    if not any(counts):
-        counts = (1, 0)
+    kinds: dict[Kind, list[int]] = {}
+    order: list[int] = np.argsort(-costs_B, kind="stable").tolist()
+    for index in order:
+        kinds.setdefault(Kind.of(samples[index]), []).append(index)
+    bins = {kind: fill(lengths_B, members, max_tokens) for kind, members in kinds.items()}
+    counts = agree({kind: len(of_kind) for kind, of_kind in bins.items()}) or {Kind(): 1}
     multiples = (sequence_multiple, math.lcm(sequence_multiple, pad_to_multiple))
     return [
-        _build(samples, weights, members, multiples, routing, is_scored=kind)
-        for (kind, of_kind), needed in zip(bins.items(), counts, strict=True)
+        _build(samples, weights, members, multiples, routing, kind)
+        for kind, needed in sorted(counts.items())
         for members in level(
-            lengths_B, costs_B, of_kind, _up_to(microbatch_multiple, needed), max_tokens
+            *(lengths_B, costs_B, bins.get(kind, [])),
+            *(_up_to(microbatch_multiple, needed), max_tokens),
         )
     ]
+
+
+def most_of(counts: Sequence[Counts]) -> Counts:
+    """The largest number of each kind."""
+    kinds = {kind for each in counts for kind in each}
+    return {kind: max(each.get(kind, 0) for each in counts) for kind in kinds}
 
 
 def fill(lengths_B: NDArray[np.int64], members: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -164,8 +192,7 @@ def _build(
     members: Sequence[int],
     multiples: tuple[int, int],  # divide a sequence's length, and T
     routing: tuple[int, int] | None,
-    *,
-    is_scored: bool,
+    kind: Kind,
 ) -> MicroBatch:
     chosen = [samples[index] for index in members]
     members_S = np.array(members, dtype=np.int64)
@@ -183,7 +210,7 @@ def _build(
     ]
     tokens_T = _join([*tokens, _padding(padding)], np.int64)
     arrays = _row_values(chosen, weights.select(members_S), sampled_S)
-    if is_scored:
+    if not (kind.is_not_scored or kind.is_not_taught):
         arrays |= _served_scores([sample.teacher_scores for sample in chosen])
     if routing is not None:
         shape = (len(tokens_T), *routing)
@@ -204,7 +231,13 @@ def _build(
         name: torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
         for name, array in arrays.items()
     }
-    return MicroBatch(max_seqlen=int(sequences_S.max()), is_scored=is_scored, **tensors)
+    return MicroBatch(
+        max_seqlen=int(sequences_S.max()),
+        is_scored=not kind.is_not_scored,
+        objective=kind.objective,
+        is_taught=not kind.is_not_taught,
+        **tensors,
+    )
 
 
 def _row_values(

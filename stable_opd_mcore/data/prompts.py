@@ -5,9 +5,9 @@ The order is a function of (seed, slot), so a checkpoint stores only the number 
 
 import json
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import chain, compress, takewhile
 from typing import Literal
 
 import numpy as np
@@ -24,9 +24,10 @@ from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
 from stable_opd_mcore.data.thoughts import channel_message, opens_thinking
 from stable_opd_mcore.data.tool_schemas import holds_schemas, refuse_unnamed
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.records import Prompt, Use
 
 Golden = Literal["none", "by_source", "required"]
+_USE, _NO_USES = Use(), dict[str, Use]()
 _LOG = logging.getLogger(__name__)
 
 
@@ -101,8 +102,9 @@ class PromptSet:
         *,
         window: int,
         max_new_tokens: int,
-        golden: Golden = "none",
+        golden: Golden | Mapping[str, Golden] = "none",
         teacher: TeacherPrompt | None = None,
+        uses: Mapping[str, Use] = _NO_USES,
     ):
         """Encode and check all rows.
 
@@ -111,7 +113,11 @@ class PromptSet:
             max_new_tokens: tokens that a prompt must leave for a rollout, unless its row says how
                 many; 0 without rollouts.
             golden: "none": golden solutions are not encoded. "required": every row must have one.
-                "by_source": every row of a source must, unless its `columns.solution` is null.
+                "by_source": every row of a source must, unless its `columns.solution` is null. A
+                mapping has one of them for each source, by its name.
+            teacher: makes the teacher's prompts, of sources whose objective asks it.
+            uses: what the run does with the rows of each source, by its name. Not given: they are
+                sampled and taught.
 
         Raises:
             DataError: a row that cannot be rendered, has tools that its prompt does not name, or
@@ -120,23 +126,26 @@ class PromptSet:
         """
         self.window, self._max_new_tokens = window, max_new_tokens
         self._template = config.prompt_template
-        self.teacher = teacher
+        self.teacher, self._uses = teacher, uses
         bridge = Bridge(tokenizer)
         rows = [_without_written_tools(row, config.system_prompt) for row in rows]
         texts = [_prompt_text(row, tokenizer, config, bridge) for row in rows]
         prompts = tokenizer.encode_many(texts)
-        without = _sources_without_golden(config) if golden == "by_source" else set[str]()
-        goldens = _encode_golden(rows, texts, tokenizer, golden, bridge, without)
-        own = [] if teacher is None else teacher.encode(rows)
+        golden_of = [golden[row.source] if isinstance(golden, Mapping) else golden for row in rows]
+        without = _sources_without_golden(config)
+        goldens = _encode_golden(rows, texts, tokenizer, golden_of, bridge, without)
+        is_taught = [teacher is not None and self._use(row).is_taught for row in rows]
+        own_ids = iter(teacher.encode([*compress(rows, is_taught)]) if teacher else ())
+        own = [next(own_ids) if taught else None for taught in is_taught]
         kept: list[int] = []
         for index, row in enumerate(rows):
-            _refuse_control_tokens(row, tokenizer, golden)
+            _refuse_control_tokens(row, tokenizer, golden_of[index])
             if row.tools and row.environment is None:  # which may replace the prompt
                 start = _start_text(row, texts[index], tokenizer, config, bridge)
                 refuse_unnamed(row.tools, start, row.row_id, tokenizer.path)
             _refuse_empty(row, prompts[index])
             num_golden = sum(map(len, goldens[index]))
-            of_teacher = len(own[index]) if own else 0
+            of_teacher = len(own[index] or ())
             problem = self._length_problem(row, len(prompts[index]), num_golden, of_teacher)
             if problem is None:
                 kept.append(index)
@@ -157,14 +166,16 @@ class PromptSet:
         self._prompts = [np.array(prompts[index], np.int32) for index in kept]
         self._goldens = [np.array([*chain(*goldens[index])], np.int32) for index in kept]
         self._golden_turns = [tuple(map(len, goldens[index])) for index in kept]
-        self._teacher_prompts = [np.array(own[index], np.int32) for index in kept if own]
+        self._teacher_prompts = [
+            None if ids is None else np.array(ids, np.int32) for ids in (own[i] for i in kept)
+        ]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
         row = self._rows[index]
-        own = tuple(self._teacher_prompts[index].tolist()) if self._teacher_prompts else None
+        own = self._teacher_prompts[index]
         return Prompt(
             prompt_id=row.row_id,
             text=row.problem,
@@ -174,7 +185,8 @@ class PromptSet:
             answer_format=row.answer_format,
             opens_thinking=self._opens_thinking[index],
             columns=row.columns,
-            teacher_token_ids=own,
+            teacher_token_ids=None if own is None else tuple(own.tolist()),
+            use=self._use(row),
             golden_turn_tokens=self._golden_turns[index],
             environment=row.environment,
             max_new_tokens=row.max_new_tokens,
@@ -196,7 +208,7 @@ class PromptSet:
 
     def teacher_prompt_lengths(self) -> list[int]:
         """Tokens of every prompt as the teacher reads it; empty if it reads the student's."""
-        return list(map(len, self._teacher_prompts))
+        return [len(ids) for ids in self._teacher_prompts if ids is not None]
 
     def golden_lengths(self) -> list[int]:
         """Tokens of every row's longest golden turn; 0 for a row without one."""
@@ -226,10 +238,13 @@ class PromptSet:
         """The prompts of these rows, in this order."""
         return [self[index] for index in indices]
 
+    def _use(self, row: Row) -> Use:
+        return self._uses.get(row.source, _USE)
+
     def _length_problem(self, row: Row, prompt: int, golden: int, of_teacher: int) -> str | None:
         """What is wrong with these numbers of tokens; `of_teacher` is that of its own prompt."""
         problem = self._window_problem(row, prompt, golden, self.window)
-        if problem is None and self.teacher is not None and self.teacher.window is not None:
+        if problem is None and of_teacher and self.teacher and self.teacher.window is not None:
             window = self.teacher.window
             return self._window_problem(row, of_teacher, golden, window, "teacher's ")
         return problem
@@ -238,8 +253,9 @@ class PromptSet:
         self, row: Row, prompt: int, golden: int, window: int, whose: str = ""
     ) -> str | None:
         model = whose or "model's "
-        own = row.max_new_tokens if self._max_new_tokens else None
-        response = own or self._max_new_tokens
+        limit = self._max_new_tokens if self._use(row).is_sampled else 0
+        own = row.max_new_tokens if limit else None
+        response = own or limit
         if prompt + response > window:
             section = "environment" if own else "sampling"
             return (
@@ -279,20 +295,21 @@ def _encode_golden(
     rows: Sequence[Row],
     prompt_texts: Sequence[str],
     tokenizer: Tokenizer,
-    golden: Golden,
+    golden_of: Sequence[Golden],
     bridge: Bridge,
     without: Set[str],
 ) -> list[list[Sequence[int]]]:
     """The ids of each row's golden turns, and between two of them the ids of what the assistant
-    observes; [] for a row without a golden solution, and for all rows if "none". Only rows of the
-    sources in `without` may have none.
+    observes; [] for a row without a golden solution, and for one of "none". With "by_source", only
+    rows of the sources in `without` may have none.
     """
-    if golden == "none":
-        return [[] for _ in rows]
     parts_of: list[list[GoldenTurn]] = []
-    for row, prompt_text in zip(rows, prompt_texts, strict=True):
+    for row, prompt_text, golden in zip(rows, prompt_texts, golden_of, strict=True):
+        if golden == "none":
+            parts_of.append([])
+            continue
         turns = _golden_turns(row)
-        if not turns and row.source not in without:
+        if not turns and (golden == "required" or row.source not in without):
             raise DataError(
                 f"{row.row_id}: no golden solution, which sft and mixture.lambda > 0 train on; "
                 "set data.train.columns.solution, or mixture.lambda=0; with mixture.lambda, rows "
@@ -313,7 +330,7 @@ def _encode_golden(
     for parts in parts_of:
         ids = chain(*((part.observed, [*next(said), *part.stop]) for part in parts))
         goldens.append([*ids][1:])  # the prompt stands before the first turn
-    if not any(goldens):
+    if not any(goldens) and {*golden_of} != {"none"}:
         raise DataError(
             "no row of data.train has a golden solution, which mixture.lambda > 0 trains on; set "
             "data.train.columns.solution, or mixture.lambda=0"

@@ -37,15 +37,22 @@ def mark_off_policy(samples: Sequence[Sample], slots: Container[int]) -> list[Sa
 
 def rollout_samples(
     rollouts: Iterable[Rollout],
-    masks: TokenMasksConfig = _NO_MASKS,
+    masks: TokenMasksConfig | Sequence[TokenMasksConfig] = _NO_MASKS,
     max_new_tokens: int | None = None,
 ) -> list[Sample]:
     """One sample per context of each rollout. The longest turn, which is `max_new_tokens` if the
-    prompt has none, decides how long a loop must be."""
+    prompt has none, decides how long a loop must be.
+
+    masks: those of each objective of the run, or of all.
+    """
+
+    def of(rollout: Rollout) -> TokenMasksConfig:
+        return masks[rollout.prompt.use.objective] if isinstance(masks, Sequence) else masks
+
     return [
         sample
         for rollout in map(_without_failed_turns, rollouts)
-        for sample in context_samples(rollout, *_marks(rollout, masks, max_new_tokens))
+        for sample in context_samples(rollout, *_marks(rollout, of(rollout), max_new_tokens))
     ]
 
 
@@ -124,6 +131,8 @@ def context_samples(
             turn_truncated=truncated_L[own],
             teacher_prompt_token_ids=_teacher_tokens(prompt),
             slot=prompt.slot,
+            objective=prompt.use.objective,
+            is_taught=prompt.use.is_taught,
         )
         first, first_routed = end, routed.stop
 
@@ -161,6 +170,8 @@ def golden_samples(prompts: Iterable[Prompt]) -> list[Sample]:
                 turns=part_L[written] // 2,
                 teacher_prompt_token_ids=_teacher_tokens(prompt),
                 slot=prompt.slot,
+                objective=prompt.use.objective,
+                is_taught=prompt.use.is_taught,
             )
         )
     return samples

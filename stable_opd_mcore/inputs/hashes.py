@@ -125,8 +125,9 @@ def _places(config: Config) -> Iterator[tuple[str, str]]:
 
 def _own_functions(config: Config) -> Iterator[tuple[str, UserFunction]]:
     """Setting and value of each function of the user's own."""
-    if is_user_function(config.objective.name):
-        yield "objective.name", config.objective.read()
+    for settings in config.objectives:
+        if is_user_function(settings.name):
+            yield "objective.name", settings.read()
     sections: dict[str, RewardConfig | EnvironmentConfig | None] = {
         "reward": config.reward,
         "environment": config.environment,

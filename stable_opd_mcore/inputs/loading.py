@@ -6,7 +6,7 @@ data, in the same words. Not here: models, engines, the objective (train/setup.p
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -29,14 +29,16 @@ from stable_opd_mcore.data.tokenizer_backend import has_tokenizer
 from stable_opd_mcore.data.vocabulary import read_vocabulary, same_vocabulary
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
-from stable_opd_mcore.losses.objectives import Objective
+from stable_opd_mcore.inputs.source_uses import golden_of, uses_of
+from stable_opd_mcore.losses.source_objectives import SourceObjectives
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.description.config_fields import decoder_settings, read_fields
-from stable_opd_mcore.records import Rollout
+from stable_opd_mcore.records import Rollout, Use
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
 # package and setting -> its value for none
 _TRACKERS = {"wandb": "false", "trackio": "false", "swanlab": "false", "mlflow": "null"}
+_NO_USES = dict[str, Use]()
 _log = logging.getLogger(__name__)
 
 
@@ -126,7 +128,7 @@ def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | 
 
 
 def load_teacher_prompt(
-    config: Config, tokenizer: Tokenizer, objective: Objective
+    config: Config, tokenizer: Tokenizer, objective: SourceObjectives
 ) -> TeacherPrompt | None:
     """`teacher.prompt` with the teacher's chat template; None if it reads the student's."""
     teacher = config.teacher
@@ -138,7 +140,7 @@ def load_teacher_prompt(
 
 
 def episode_template(
-    config: Config, tokenizer: Tokenizer, objective: Objective
+    config: Config, tokenizer: Tokenizer, objective: SourceObjectives
 ) -> Tokenizer | None:
     """The tokenizer with whose chat template the teacher reads episodes; None: it reads none, or
     the student's template is used."""
@@ -167,8 +169,14 @@ def _teacher_window(config: Config) -> int | None:
     return window - UNUSED_POSITIONS if type(window) is int else None
 
 
-def load_sources(config: Config, required: Collection[str] = ()) -> list[Row]:
-    """The rows of all sources of `data.train`, one source after the other; see `load_rows`."""
+def load_sources(
+    config: Config, required: Collection[str] = (), uses: Mapping[str, Use] = _NO_USES
+) -> list[Row]:
+    """The rows of all sources of `data.train`, one source after the other; see `load_rows`.
+
+    required: columns of the rows that the teacher's own prompt is made of.
+    uses: by the name of a source; not given: all are taught.
+    """
     rows: dict[str, list[Row]] = {}
     for source in config.data.sources:
         name = source_name(source)
@@ -179,7 +187,8 @@ def load_sources(config: Config, required: Collection[str] = ()) -> list[Row]:
         environment = config.environment_of(source)
         functions = (source.reward or config.reward, environment)
         with_columns = any(each.function is not None for each in functions)
-        own = load_rows(source, with_columns=with_columns, required=required)
+        needed = required if uses.get(name, Use()).is_taught else ()
+        own = load_rows(source, with_columns=with_columns, required=needed)
         ids = [f"{name}:{row.row_id.rpartition(':')[2]}" for row in own]
         played_in = name if source.environment is not None else OF_THE_RUN
         if environment.function is None:
@@ -208,22 +217,21 @@ def prompt_order(config: Config, prompts: PromptSet) -> PromptOrder | SourceOrde
 
 
 def load_prompts(
-    config: Config, tokenizer: Tokenizer, architecture: Architecture, objective: Objective
+    config: Config, tokenizer: Tokenizer, architecture: Architecture, objective: SourceObjectives
 ) -> PromptSet:
     """The training prompts, with golden solutions if the run trains on them, now or once the guard
     raises lambda.
     """
-    needs_golden = objective.with_loss_weights(0, config.largest_lambda).needs_golden
-    of_all = not objective.needs_rollouts or config.objective.on_policy_fraction < 1
-    teacher = load_teacher_prompt(config, tokenizer, objective)
+    teacher, uses = load_teacher_prompt(config, tokenizer, objective), uses_of(objective)
     prompts = PromptSet(
-        load_sources(config, teacher.columns if teacher else ()),
+        load_sources(config, teacher.columns if teacher else (), uses),
         tokenizer,
         config.data,
         window=architecture.max_positions,
         max_new_tokens=config.sampling.max_new_tokens if objective.needs_rollouts else 0,
-        golden=("required" if of_all else "by_source") if needs_golden else "none",
+        golden=golden_of(objective),
         teacher=teacher,
+        uses=uses,
     )
     if config.rollout.prompts_per_step > len(prompts):
         raise UserError(
@@ -310,13 +318,13 @@ def refuse_small_vocabulary(
         )
 
 
-def refuse_long_support(objective: Objective, vocab_size: int) -> None:
+def refuse_long_support(objective: SourceObjectives, vocab_size: int) -> None:
     """Raise a UserError where the objective reads more of the most probable tokens than exist."""
-    if objective.terms.on_support and objective.top_k > vocab_size:
-        raise UserError(
-            f"objective.top_k={objective.top_k} exceeds the tokenizer's {vocab_size} tokens: lower "
-            "it"
-        )
+    for one in objective.each:
+        if one.terms.on_support and one.top_k > vocab_size:
+            raise UserError(
+                f"objective.top_k={one.top_k} exceeds the tokenizer's {vocab_size} tokens: lower it"
+            )
 
 
 def refuse_unused_expert_ranks(config: Config, student: Architecture) -> None:
@@ -371,9 +379,10 @@ def restart_problem(config: Config, rollouts: Sequence[Rollout]) -> str | None:
             )
             remedy = "the chat template end a turn as the student does, so as to"
         where = f"prompt {rollout.prompt.prompt_id}: {where}"
-        if config.objective.discount and any(turn.restarts for turn in rollout.turns[1:]):
+        discount = config.objectives[rollout.prompt.use.objective].discount
+        if discount and any(turn.restarts for turn in rollout.turns[1:]):
             return (
-                f"{where}, and objective.discount={config.objective.discount:g} would add up the "
+                f"{where}, and objective.discount={discount:g} would add up the "
                 "advantages of each context on its own, not of the episode; set "
                 f"objective.discount=0, or let {remedy} only continue the context"
             )

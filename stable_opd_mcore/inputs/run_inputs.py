@@ -30,7 +30,7 @@ from stable_opd_mcore.inputs.loading import (
     with_download,
 )
 from stable_opd_mcore.inputs.pair import EXAMPLE, ModelFiles, Pair
-from stable_opd_mcore.losses.objectives import Objective, build_objective
+from stable_opd_mcore.losses.source_objectives import SourceObjectives, build_source_objectives
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.description.config_fields import decoder_settings, read_fields
 from stable_opd_mcore.placement.hardware import Cluster
@@ -107,8 +107,9 @@ class RunInputs:
         return teacher_stop_ids(self.config, self.tokenizer)
 
     @once
-    def objective(self) -> Objective:
-        return build_objective(self.config, self.tokenizer.stop_token_ids, self.teacher_stops)
+    def objective(self) -> SourceObjectives:
+        stops = self.tokenizer.stop_token_ids, self.teacher_stops
+        return build_source_objectives(self.config, *stops)
 
     @once
     def architecture(self) -> Architecture:

@@ -1,4 +1,5 @@
-"""Every objective by name: its function, the leaves and scores it needs, and its settings.
+"""Every objective by name: its function, the leaves and scores it needs, and its settings. Which
+source of data.train has which: source_objectives.py.
 
 CONTRIBUTING.md, "Add an objective", has the four edits. The tests compare the fused path of every
 entry of OBJECTIVES with the loss on whole distributions, and docs/objectives.md with its summaries.
@@ -13,7 +14,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from stable_opd_mcore.config.no_effect import refuse_without_effect
+from stable_opd_mcore.config.no_effect import refuse_unused_of_source, refuse_without_effect
 from stable_opd_mcore.config.objective_settings import AdvantageConfig, ObjectiveConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
@@ -137,13 +138,13 @@ class Objective:
     terms: Terms
     beta: float  # weight of the KL to the reference
     golden_weight: float  # weight of the golden solutions' likelihood: lambda; 1 for sft
-    config: Config
+    config: Config  # the run's; `terms.settings` is its section `objective`, or a source's own
 
     def with_loss_weights(self, beta: float, lambda_: float) -> Objective:
         """A copy with other weights: beta 0 needs no reference, lambda 0 no golden solutions."""
         if not self.needs_rollouts:
             return self
-        settings = self.config.objective
+        settings = self.terms.settings
         terms = replace(self.terms, reference=self.config.kl.estimator if beta else "none")
         return replace(
             self,
@@ -163,15 +164,18 @@ class Objective:
         """Weights of all ranks' samples of a minibatch; UserError if grpo lacks a reward."""
         if self.config.normaliser == "per_source":
             weights = [source.weight for source in self.config.data.sources]
-            return token_weights.per_source(facts, self._sample_weights, weights)
-        return self._sample_weights(facts)
+            return token_weights.per_source(facts, lambda _, own: self.weights_of(own), weights)
+        return self.weights_of(facts)
 
-    def _sample_weights(self, facts: SampleFacts) -> SampleWeights:
+    def weights_of(self, facts: SampleFacts) -> SampleWeights:
+        """Weights of samples that are normalised together, all of a minibatch or of one source."""
         config = self.config
         episodes, episode_B = token_weights.by_episode(facts)
         advantage_B = None
         if self.needs_rewards:
-            advantage_B = token_weights.group_advantages(episodes, config.objective.std_normalise)
+            advantage_B = token_weights.group_advantages(
+                episodes, self.terms.settings.std_normalise
+            )
         weights = token_weights.episode_weights(
             episodes,
             policy_B=(episodes.golden_B == episodes.off_policy_B) & self.needs_rollouts,
@@ -216,17 +220,24 @@ class Objective:
 
 
 def build_objective(
-    config: Config, student_stop_ids: Sequence[int], teacher_stop_ids: Sequence[int] | None
+    config: Config,
+    student_stop_ids: Sequence[int],
+    teacher_stop_ids: Sequence[int] | None,
+    settings: ObjectiveConfig | None = None,
 ) -> Objective:
-    """The objective of a run; teacher_stop_ids is None without a teacher.
+    """An objective of a run; teacher_stop_ids is None without a teacher.
+
+    settings: a source's own; None: `config.objective`.
 
     Raises:
         ConfigError: an unknown name, options that do not go together, or a function of the user's
             own that fails on a trial.
     """
-    settings = config.objective
+    settings = settings or config.objective
     spec = OBJECTIVES.get(settings.name) or _own_spec(settings)
-    _check(config, spec)
+    if spec.teacher != "none" and config.teacher is None:
+        raise ConfigError(f"objective.name={settings.name} needs a teacher: set teacher.path")
+    _refuse_unused(config)
     stop_ids: tuple[int, ...] = ()
     if settings.stop_class and spec.teacher != "none" and teacher_stop_ids is not None:
         stop_ids = shared_stop_ids(student_stop_ids, teacher_stop_ids)
@@ -286,12 +297,15 @@ def _own_spec(settings: ObjectiveConfig) -> ObjectiveSpec:
     )
 
 
-def _check(config: Config, spec: ObjectiveSpec) -> None:
-    """Refuse an objective without its teacher, and settings that cannot have an effect."""
-    name = config.objective.name
-    if spec.teacher != "none" and config.teacher is None:
-        raise ConfigError(f"objective.name={name} needs a teacher: set teacher.path")
-    used = {f"objective.{key}" for key in spec.settings}
+def _refuse_unused(config: Config) -> None:
+    """Refuse settings that no objective of the run reads, and those that a source sets for an
+    objective that does not read them.
+    """
     of_objectives = {f"objective.{key}" for each in OBJECTIVES.values() for key in each.settings}
-    unused = dict.fromkeys(of_objectives - used, f"objective.name={name} has no use for it")
-    refuse_without_effect(config, unused)
+    specs = [OBJECTIVES.get(each.name) or _own_spec(each) for each in config.objectives]
+    used = [{f"objective.{key}" for key in spec.settings} for spec in specs]
+    names = [f"objective.name={each.name}" for each in config.objectives]
+    reason = f"{' or '.join(names)} has no use for it"
+    refuse_without_effect(config, dict.fromkeys(of_objectives.difference(*used), reason))
+    for name, settings, of_source in zip(names, config.objectives, used, strict=True):
+        refuse_unused_of_source(config, settings, of_objectives - of_source, name)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import compress
 
 import numpy as np
 import torch
@@ -38,12 +39,16 @@ class OwnPromptScorer(Scorer):
         self, microbatches: Sequence[MicroBatch], samples: Sequence[Sample] = ()
     ) -> list[Scores]:
         """See `Scorer.score`. Collective over the context ranks."""
-        scored = [_with_teacher_prompt(sample) for sample in samples if sample.is_scored]
+        objectives = {batch.objective for batch in microbatches}
+        is_read = [s.is_scored and s.is_taught and s.objective in objectives for s in samples]
+        scored = [_with_teacher_prompt(sample) for sample in compress(samples, is_read)]
         own = self._pack(scored)
-        starts, starts_of_scored = self._starts(samples), self._starts(scored)
+        counts = [len(s.places) * read for s, read in zip(samples, is_read, strict=True)]
+        starts = self._starts(counts)
+        starts_of_scored = self._starts([len(sample.places) for sample in scored])
         rows_of_teacher = [_numbers(batch, starts_of_scored) for batch in own]
         rows_of_student = [_numbers(batch, starts) for batch in microbatches]
-        num_rows = sum(_num_rows(sample) for sample in scored)
+        num_rows = sum(counts)
         to_teacher = (num_rows, rows_of_student, rows_of_teacher)
         to_student = (num_rows, rows_of_teacher, rows_of_student)
         # The student's targets: a caller may ask for others than the sampled tokens.
@@ -66,9 +71,9 @@ class OwnPromptScorer(Scorer):
             for values in zip(*moved.values(), strict=True)
         ]
 
-    def _starts(self, samples: Sequence[Sample]) -> Tensor:
-        """int64 [B], the number of each sample's first sampled token."""
-        lengths_B = np.array([_num_rows(sample) for sample in samples], np.int64)
+    def _starts(self, counts: Sequence[int]) -> Tensor:
+        """int64 [B], the number of each sample's first token, from the samples' tokens."""
+        lengths_B = np.array(counts, np.int64)
         starts_B = torch.from_numpy(np.cumsum(lengths_B) - lengths_B)
         if self._world.device.type == "cuda":
             starts_B = starts_B.pin_memory()
@@ -90,10 +95,6 @@ class OwnPromptScorer(Scorer):
         if self._world.context_group is not None:
             dist.all_reduce(all_R, group=self._world.context_group)
         return [all_R[numbers] for numbers in destinations]
-
-
-def _num_rows(sample: Sample) -> int:
-    return len(sample.places) if sample.is_scored else 0
 
 
 def _with_teacher_prompt(sample: Sample) -> Sample:

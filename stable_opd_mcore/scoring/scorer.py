@@ -35,6 +35,34 @@ class Scorer:
         raise NotImplementedError
 
 
+class ScorerOfObjectives(Scorer):
+    """One of several scorers for each objective of the run, with the same model and head.
+
+    Args:
+        scorers: for each objective its scorer; equal ones score together.
+    """
+
+    def __init__(self, scorers: Sequence[Scorer]) -> None:
+        self._scorers = scorers
+        self.head = scorers[0].head
+
+    def score(
+        self, microbatches: Sequence[MicroBatch], samples: Sequence[Sample] = ()
+    ) -> list[Scores]:
+        """See `Scorer.score`. All ranks have micro-batches of the same objectives."""
+        found: dict[int, Scores] = {}
+        for scorer in dict.fromkeys(self._scorers):
+            own = [
+                place
+                for place, batch in enumerate(microbatches)
+                if self._scorers[batch.objective] is scorer
+            ]
+            if own:
+                scores = scorer.score([microbatches[place] for place in own], samples)
+                found.update(zip(own, scores, strict=False))  # none off the last stage
+        return [found[place] for place in sorted(found)]
+
+
 def with_scores(
     microbatches: Sequence[MicroBatch],
     samples: Sequence[Sample] = (),
@@ -44,21 +72,24 @@ def with_scores(
     behaviour: Scorer | None = None,
 ) -> list[MicroBatch]:
     """The micro-batches with each scorer's scores; unchanged off the last pipeline stage, and where
-    the loss reads none (MicroBatch.is_scored).
+    the loss reads none (MicroBatch.is_scored, and is_taught for the teacher).
 
     Args:
         samples: see `Scorer.score`.
         behaviour: gives `old_logprob_N` and `old_token_logprob_N`. Without it both stay None: the
             loss then uses the current policy, which is exact for the first update of a batch.
     """
-    scored = [batch for batch in microbatches if batch.is_scored]
-    rest = [batch for batch in microbatches if not batch.is_scored]
-    for name, scorer in (("teacher", teacher), ("reference", reference), ("behaviour", behaviour)):
-        if scorer is None or not scored:  # no rollout of this minibatch has a token
+    found = list(microbatches)
+    scored = [place for place, batch in enumerate(found) if batch.is_scored]
+    taught = [place for place in scored if found[place].is_taught]
+    scorers = ("teacher", teacher, taught), ("reference", reference, scored)
+    for name, scorer, places in (*scorers, ("behaviour", behaviour, scored)):
+        if scorer is None or not places:  # no rollout of this minibatch has a token
             continue
-        if scores := scorer.score(scored, samples):
-            scored = [_with(name, *pair) for pair in zip(scored, scores, strict=True)]
-    return scored + rest
+        if scores := scorer.score([found[place] for place in places], samples):
+            for place, of_batch in zip(places, scores, strict=True):
+                found[place] = _with(name, found[place], of_batch)
+    return found
 
 
 def _with(name: str, batch: MicroBatch, scores: Scores) -> MicroBatch:

@@ -54,10 +54,10 @@ def device_memory(
         ConfigError: `frozen` is to be offloaded and the run has no frozen model.
     """
     if "frozen" in (config.memory.offload or ()) and not frozen:
+        names = " and ".join(each.name for each in config.objectives)
         raise ConfigError(
-            "memory.offload names `frozen`, but objective.name="
-            f"{config.objective.name} has no teacher or reference with weights of its own in the "
-            "trainer: leave it out"
+            f"memory.offload names `frozen`, but objective.name={names} has no teacher or "
+            "reference with weights of its own in the trainer: leave it out"
         )
     content = "changes" if config.frozen_models_move else "constant"
     parts = [

@@ -8,8 +8,8 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
 from stable_opd_mcore.data.source_order import SourceOrder
 from stable_opd_mcore.evaluation.grading import Grader
-from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.losses.source_objectives import SourceObjectives
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import Sampling
@@ -43,7 +43,7 @@ class Run:
     engine: RolloutEngine
     held_out_engine: RolloutEngine | None  # samples evaluations where `engine` replays a run
     sampling: Sampling
-    objective: Objective
+    objective: SourceObjectives
     prompts: PromptSet
     held_out: PromptSet | None
     order: PromptOrder | SourceOrder

@@ -19,6 +19,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.inputs.loading import configured_architecture, refuse_small_vocabulary
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.output_head import Head, align_head
+from stable_opd_mcore.losses.source_objectives import SourceObjectives
 from stable_opd_mcore.models.files.huggingface import require_base
 from stable_opd_mcore.models.files.peft_loading import load_adapter
 from stable_opd_mcore.models.gpt import build_model
@@ -30,7 +31,7 @@ from stable_opd_mcore.records import MicroBatch, Sample
 from stable_opd_mcore.sample_facts import SampleWeights
 from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
-from stable_opd_mcore.scoring.scorer import Scorer
+from stable_opd_mcore.scoring.scorer import Scorer, ScorerOfObjectives
 from stable_opd_mcore.scoring.served import ServedScorer
 from stable_opd_mcore.serving.teacher import ServedTeacher
 from stable_opd_mcore.train.reference import Moving, MovingFactors, frozen_student, read_weights
@@ -77,7 +78,7 @@ class RunModels:
         self,
         config: Config,
         world: World,
-        objective: Objective,
+        objective: SourceObjectives,
         vocab_size: int,
         progress: Callable[[], None],
     ):
@@ -112,26 +113,54 @@ class RunModels:
         self._around_start = lambda _: as_at_start()
 
     def teacher(self) -> Scorer | None:
-        """The teacher as the objective needs it, None where it needs none."""
-        needs = self.objective.teacher_needs
-        if self.config.teacher is None or needs == "none":
+        """The teacher as the objectives need it, None where they need none."""
+        asking = [one for one in self.objective.each if one.teacher_needs != "none"]
+        if self.config.teacher is None or not asking:
             return None
-        stop_ids, merged_ids = self.objective.stop_ids, self.objective.terms.merged_ids
-        top_k = self.objective.top_k if needs == "topk" else None
-        if not self.config.teacher.is_served:
-            scorer = self._teacher_scorer(
-                stop_ids=stop_ids,
-                top_k=top_k,
-                merged_ids=merged_ids,
-                hidden_only=needs == "hidden",
-            )
-            return self._reading_its_prompt(scorer)
-        if needs == "hidden":
+        if self.config.teacher.is_served:
+            return self._served(asking)
+        return self._by_objective(
+            lambda one: self._reading_its_prompt(
+                self._teacher_scorer(
+                    hidden_only=one.teacher_needs == "hidden", **_asked_of_teacher(one)
+                )
+            ),
+            asking,
+        )
+
+    def _by_objective(
+        self, scorer_of: Callable[[Objective], Scorer], asking: Sequence[Objective]
+    ) -> Scorer:
+        """The scorer of each objective; one for all of `asking` that ask for the same."""
+        scorers: list[tuple[object, Scorer]] = []
+        for one in asking:
+            key = one.teacher_needs, _asked_of_teacher(one)
+            if not any(key == known for known, _ in scorers):
+                scorers.append((key, scorer_of(one)))
+        if len(scorers) == 1:
+            return scorers[0][1]
+
+        def found(one: Objective) -> Scorer:
+            key = one.teacher_needs, _asked_of_teacher(one)
+            return next((scorer for known, scorer in scorers if known == key), scorers[0][1])
+
+        return ScorerOfObjectives([*map(found, self.objective.each)])
+
+    def _served(self, asking: Sequence[Objective]) -> ServedScorer:
+        """What servers are asked, for all objectives: one that needs no list leaves it."""
+        for one in asking:
+            if one.teacher_needs == "hidden":
+                raise UserError(
+                    f"objective.name={one.name} compares whole distributions, which a served "
+                    "teacher does not send; set teacher.engine=megatron"
+                )
+        lists = [one for one in asking if one.teacher_needs == "topk"]
+        if len({one.top_k for one in lists}) > 1:
             raise UserError(
-                f"objective.name={self.config.objective.name} compares whole distributions, which "
-                "a served teacher does not send; set teacher.engine=megatron"
+                f"objective.top_k={' and '.join(str(one.top_k) for one in lists)} of several "
+                "sources: a served teacher sends lists of one length; set the same for all"
             )
-        return self._served_scorer(stop_ids=stop_ids, top_k=top_k, merged_ids=merged_ids)
+        return self._served_scorer(**_asked_of_teacher(lists[0] if lists else asking[0]))
 
     def served_teacher(
         self, teacher: Scorer | None, overlap: OverlapPair | None
@@ -218,7 +247,7 @@ class RunModels:
         """The output heads of these scorers that are not the student's."""
         return [scorer.head for scorer in scorers if scorer and scorer.head is not self.head]
 
-    def behaviour(self, student: Student) -> MegatronScorer | None:
+    def behaviour(self, student: Student) -> Scorer | None:
         """The student before the step's updates, where its probabilities are compared later. The
         old policy of stale rollouts is the engine's unless they are corrected.
         """
@@ -227,8 +256,11 @@ class RunModels:
         if not (self.objective.needs_rollouts and (several or corrects)):
             return None
         replaying = partial(student.routers.applying, trains=False, counts=False)
-        return self._megatron_scorer(
-            self.student, stop_ids=self.objective.stop_ids, around=replaying
+        return self._by_objective(
+            lambda one: self._megatron_scorer(
+                self.student, stop_ids=one.stop_ids, around=replaying
+            ),
+            [one for one in self.objective.each if one.needs_rollouts],
         )
 
     def overlap(
@@ -277,7 +309,7 @@ class RunModels:
             if self.objective.teacher_needs == "hidden" and config.train.minibatches > 1:
                 raise UserError(
                     f"teacher.weights=live with train.minibatches={config.train.minibatches}: "
-                    f"objective.name={config.objective.name} reads the teacher's hidden states and "
+                    f"objective.name={self.objective.name} reads the teacher's hidden states and "
                     "head, and from the second update on they are not of the same weights; set "
                     "train.minibatches=1, or teacher.weights=ema"
                 )
@@ -289,3 +321,12 @@ class RunModels:
         update = "ema" if teacher.weights == "ema" else "never"
         follows = ReferenceConfig(update=update, decay=teacher.ema_decay)
         return partial(self._megatron_scorer, self._following("teacher", follows, fp8))
+
+
+def _asked_of_teacher(objective: Objective) -> dict[str, Any]:
+    """The settings of a scorer for an objective."""
+    return {
+        "stop_ids": objective.stop_ids,
+        "top_k": objective.top_k if objective.teacher_needs == "topk" else None,
+        "merged_ids": objective.terms.merged_ids,
+    }

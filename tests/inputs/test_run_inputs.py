@@ -6,7 +6,7 @@ from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.inputs import run_inputs as module
 from stable_opd_mcore.inputs.loading import load_tokenizer, teacher_stop_ids
 from stable_opd_mcore.inputs.run_inputs import RunInputs
-from stable_opd_mcore.losses.objectives import build_objective
+from stable_opd_mcore.losses.source_objectives import build_source_objectives
 from tests.commands.check.directories import write_model
 from tests.train.runs import tiny_config
 
@@ -39,10 +39,10 @@ def test_the_stop_class_is_that_of_the_objective_that_train_builds(tmp_path):
     )
     tokenizer = load_tokenizer(config)
     stops = teacher_stop_ids(config, tokenizer)
-    built = build_objective(config, tokenizer.stop_token_ids, stops)
+    built = build_source_objectives(config, tokenizer.stop_token_ids, stops)
     inputs = RunInputs(config, None)
     assert inputs.teacher_stops == stops == (258, 259, 256)
-    assert inputs.pair.merged_stops == built.stop_ids == built.terms.stop_ids == (256, 258, 259)
+    assert inputs.pair.merged_stops == built.stop_ids == (256, 258, 259)
 
 
 def test_only_a_teacher_in_the_trainer_has_an_architecture(tmp_path):

@@ -59,7 +59,7 @@ def rotary_base(inputs: RunInputs) -> Iterator[Finding]:
 def nucleus(inputs: RunInputs) -> Iterator[Finding]:
     """Rollouts from a part of the distribution that the loss compares."""
     top_p = inputs.config.sampling.top_p
-    is_usual = inputs.config.objective.name == "lsm"  # its paper samples at 0.9
+    is_usual = inputs.objective.name == "lsm"  # its paper samples at 0.9
     if inputs.objective.needs_rollouts and top_p < 1 and not is_usual:
         yield finding("nucleus", top_p=top_p)
 

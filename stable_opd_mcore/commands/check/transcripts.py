@@ -45,7 +45,7 @@ def _scored_roles(inputs: RunInputs) -> frozenset[str]:
     if any(map(_names_tool, _played(inputs))):
         tool_messages(inputs)  # raises where the student's template cannot write them
         played |= {"tool"}
-    scores_golden = inputs.config.objective.on_policy_fraction < 1
+    scores_golden = inputs.config.objectives[0].on_policy_fraction < 1
     return played | inputs.prompts.roles_between() if scores_golden else played
 
 

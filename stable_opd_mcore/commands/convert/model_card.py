@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from stable_opd_mcore.config.source_objectives import objective_names
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.hub import HUB_ID, is_hub_id
 from stable_opd_mcore.host.hub_upload import upload
@@ -103,7 +104,7 @@ def _training(settings: Mapping[str, Any]) -> dict[str, str]:
     sources = settings["data"]["train"]
     sources = sources if isinstance(sources, list) else [sources]
     objective = {
-        "objective.name": settings["objective"]["name"],
+        "objective.name": objective_names(settings["objective"]["name"], sources),
         "kl.beta": settings["kl"]["beta"],
         "mixture.lambda": settings["mixture"]["lambda"],
     }

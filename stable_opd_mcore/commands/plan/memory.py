@@ -147,7 +147,7 @@ def _frozen(run: PlannedRun, stage: int) -> Iterator[Component]:
 
 def _rollouts(run: PlannedRun, stage: int) -> Iterator[Component]:
     config, layout, student, rollout = run.config, run.layout, run.student, run.config.rollout
-    if config.objective.name == "sft" or rollout.engine == "replay":
+    if config.is_supervised or rollout.engine == "replay":
         return
     if not rollout.has_servers:
         row = run.longest * student.kv_bytes(run.element) + student.state_bytes(run.element)
@@ -267,10 +267,13 @@ def _loss_bytes(run: PlannedRun) -> float:
 
 def _hidden_states_needed(run: PlannedRun) -> dict[Fp8Role, int]:
     """Hidden sizes of the scorers whose hidden states the loss reads."""
-    objective = run.config.objective
     needed: dict[Fp8Role, int] = {}
-    whole = objective.name in ("gkd", "student_topk") or objective.advantage.control_variate
-    whole = whole or "divergence" in objective.needs
+    whole = any(
+        each.name in ("gkd", "student_topk")
+        or each.advantage.control_variate
+        or "divergence" in each.needs
+        for each in run.config.objectives
+    )
     if run.models.teacher is not None and whole:
         needed["teacher"] = run.models.teacher.hidden_size
     if run.models.reference and run.config.kl.estimator == "exact":

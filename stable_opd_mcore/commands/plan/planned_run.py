@@ -9,11 +9,14 @@ Needs each model's config.json, no weights and no GPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from stable_opd_mcore.commands.plan.known_models import model_source
+from stable_opd_mcore.config.data import TrainSource
+from stable_opd_mcore.config.objective_settings import ObjectiveConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
@@ -133,23 +136,30 @@ class PlannedRun:
     @property
     def golden(self) -> int:
         """Golden solutions among the sequences of one step, over all ranks."""
-        config, objective = self.config, self.config.objective
-        needed = (
-            config.largest_lambda or objective.name == "sft" or objective.on_policy_fraction < 1
-        )
-        if not needed:
-            return 0
-        sources = config.data.sources
-        with_golden = sum(source.weight for source in sources if source.may_have_golden)
-        weights = sum(source.weight for source in sources)
-        return math.ceil(config.rollout.prompts_per_step * with_golden / weights)
+        return math.ceil(self.config.rollout.prompts_per_step * self._share(self._trains_golden))
 
     @property
     def rollouts(self) -> int:
         """Rollouts of one step, over all ranks."""
         rollout = self.config.rollout
-        is_sft = self.config.objective.name == "sft"
-        return 0 if is_sft else rollout.prompts_per_step * rollout.samples_per_prompt
+        return (
+            math.ceil(rollout.prompts_per_step * self._share(self._is_sampled))
+            * rollout.samples_per_prompt
+        )
+
+    def _is_sampled(self, source: TrainSource) -> bool:
+        return self.config.objective_of(source).name != "sft"
+
+    def _trains_golden(self, source: TrainSource) -> bool:
+        objective = self.config.objective_of(source)
+        needed = objective.name == "sft" or objective.on_policy_fraction < 1
+        return source.may_have_golden and bool(needed or self.config.largest_lambda)
+
+    def _share(self, is_one: Callable[[TrainSource], bool]) -> float:
+        """The share of a step's prompts that are of such sources."""
+        sources = self.config.data.sources
+        weight = sum(source.weight for source in sources if is_one(source))
+        return weight / sum(source.weight for source in sources)
 
     @property
     def sequences(self) -> int:
@@ -172,7 +182,21 @@ class PlannedRun:
 
         Teacher and reference score only these.
         """
-        return self.sequences - math.floor(self.config.objective.on_policy_fraction * self.golden)
+        fraction = self.config.objectives[0].on_policy_fraction  # of several each has 1
+        return self.sequences - math.floor(fraction * self.golden)
+
+    def scored_by(self, role: Fp8Role) -> int:
+        """Those of them that this model scores: the teacher only those whose objective asks it."""
+        if role != "teacher" or len(self.config.objectives) == 1:
+            return self.scored
+        asking = [each for each in self.config.objectives if each.asks_teacher]
+        return sum(map(self._scored_of, asking))
+
+    def _scored_of(self, objective: ObjectiveConfig) -> int:
+        """Those of them that have this objective."""
+        sampled = self._share(self._is_sampled)
+        share = self._share(lambda source: self.config.objective_of(source) == objective)
+        return math.ceil(self.scored * share / sampled) if objective.name != "sft" else 0
 
     @property
     def scored_rows(self) -> int:
@@ -181,8 +205,12 @@ class PlannedRun:
 
     @property
     def kinds(self) -> list[int]:
-        """Sequences of one step that share micro-batches: first the scored ones, then others."""
-        return [count for count in (self.scored, self.sequences - self.scored) if count]
+        """Sequences of one step that share micro-batches: first the scored ones, those of each
+        objective, then others."""
+        scored = [self.scored]
+        if len(self.config.objectives) > 1:
+            scored = [*map(self._scored_of, self.config.objectives)]
+        return [count for count in (*scored, self.sequences - self.scored) if count]
 
     @property
     def longest(self) -> int:

@@ -34,7 +34,8 @@ def step_seconds(run: PlannedRun) -> StepSeconds:
     """One step of the run, evaluation and checkpoints excluded."""
     student, gpus = run.student, run.layout.gpus
     score = sum(
-        _forward_flops(run.of_scorer(role), size, run.scored) for role, size in run.frozen.items()
+        _forward_flops(run.of_scorer(role), size, run.scored_by(role))
+        for role, size in run.frozen.items()
     )
     forward = _forward_flops(run, student, run.sequences)
     model = student.architecture

@@ -160,7 +160,7 @@ def with_few_prompts(run: PlannedRun) -> PlannedRun:
         micro_batches = min(of_rank // in_micro_batch, layout.pipeline * layout.virtual)
         of_rank = micro_batches * in_micro_batch
     sequences = max(1, of_rank) * layout.data  # those of a minibatch
-    if config.objective.name == "sft":
+    if config.is_supervised:
         changes = {"prompts_per_step": minibatches * sequences}
     else:
         changes = {"prompts_per_step": minibatches, "samples_per_prompt": sequences}

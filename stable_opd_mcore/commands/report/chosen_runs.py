@@ -17,6 +17,7 @@ import yaml
 from stable_opd_mcore.commands.report.figures import Row
 from stable_opd_mcore.config.changes import by_dotted_key
 from stable_opd_mcore.config.load import unescaped
+from stable_opd_mcore.config.source_objectives import objective_names
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.host.printable_text import printable, shortest_end
@@ -151,6 +152,8 @@ def read_settings(directory: Path) -> dict[str, str]:
             f"{path}: a {type(values).__name__}, not a mapping of settings; restore the run's file"
         )
     flat = by_dotted_key(values)
+    if "objective.name" in flat:
+        flat["objective.name"] = objective_names(flat["objective.name"], flat.get("data.train"))
     return {key: str(value) for key, value in flat.items() if not key.startswith("run.")}
 
 

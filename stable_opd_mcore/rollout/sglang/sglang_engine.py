@@ -147,7 +147,7 @@ class SglangEngine(RolloutEngine):
                 step,
                 self._architecture.max_positions,
                 partial(self.interaction.observe, sampling=sampling, step=step),
-                ask=partial(self._ask_teacher, step) if sampling.scored else None,
+                ask=partial(self._ask_teacher, step) if _asks(prompt, sampling) else None,
             )
             for prompt in prompts
         ]
@@ -163,7 +163,7 @@ class SglangEngine(RolloutEngine):
     ) -> list[Rollout]:
         """The rollouts with their scores; some lack them if the teacher is lost."""
         assert self.teacher is not None
-        asked = [each.scores[i] for each in requests for i in range(len(each.episodes))]
+        asked = [each.scores.get(i, ()) for each in requests for i in range(len(each.episodes))]
         found = iter(self.teacher.wait([reply for replies in asked for reply in replies]))
         parts = [[next(found) for _ in replies] for replies in asked]
         pairs = zip(rollouts, map(_joined, parts), strict=True)
@@ -275,7 +275,12 @@ class SglangEngine(RolloutEngine):
             raise EngineLost(f"{self._lost}; {_SEE_LOGS}")
 
 
+def _asks(prompt: Prompt, sampling: Sampling) -> bool:
+    """Whether a served teacher scores the responses to this prompt as they end."""
+    return sampling.scored and prompt.use.is_taught
+
+
 def _joined(parts: Sequence[SequenceScores | None]) -> SequenceScores | None:
-    """The scores of all contexts of an episode; None if one is missing."""
+    """The scores of all contexts of an episode; None if one is missing, or if nobody was asked."""
     given = [part for part in parts if part is not None]
-    return SequenceScores.join(given) if len(given) == len(parts) else None
+    return SequenceScores.join(given) if given and len(given) == len(parts) else None

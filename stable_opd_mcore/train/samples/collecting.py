@@ -24,6 +24,7 @@ from stable_opd_mcore.data.samples import (
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.inputs.loading import restart_problem
+from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
@@ -45,11 +46,12 @@ def collect_samples(
     """
     prefetch_rollouts(run, state)
     prompts = own_prompts(run, state)
-    solutions = golden_samples(prompts) if run.objective.needs_golden else []
+    solutions = golden_samples([each for each in prompts if _objective(run, each).needs_golden])
     golden = mark_samples(run, solutions, state)
     wait_for_golden = begin_scoring(run, golden, state.step)  # while the engine samples
     rollouts = sample_rollouts(run, prompts, state.step, timer)
-    masks, max_new_tokens = run.config.objective.masks, run.sampling.max_new_tokens
+    masks = [each.masks for each in run.config.objectives]
+    max_new_tokens = run.sampling.max_new_tokens
     samples = mark_samples(run, rollout_samples(rollouts, masks, max_new_tokens), state)
     wait_for_rollouts = begin_scoring(run, samples, state.step)
     return rollouts, wait_for_rollouts() + wait_for_golden()
@@ -70,6 +72,10 @@ def own_prompts(run: Run, state: TrainState, ahead: int = 0) -> list[Prompt]:
     return [replace(prompt, slot=slot) for prompt, slot in zip(prompts, slots, strict=True)]
 
 
+def _objective(run: Run, prompt: Prompt) -> Objective:
+    return run.objective.each[prompt.use.objective]
+
+
 def prefetch_rollouts(run: Run, state: TrainState) -> None:
     """Ask the engine for the step's rollouts and those of the next steps, as many as
     rollout.max_staleness allows; without it, do nothing.
@@ -82,7 +88,7 @@ def prefetch_rollouts(run: Run, state: TrainState) -> None:
         step = state.step + ahead
         budget = run.config.sampling.budget(step)
         run.engine.prefetch(
-            own_prompts(run, state, ahead),
+            [each for each in own_prompts(run, state, ahead) if each.use.is_sampled],
             replace(run.sampling, max_new_tokens=budget, training_step=step),
             step=step,
             weight_version=state.weight_version + ahead,
@@ -92,11 +98,12 @@ def prefetch_rollouts(run: Run, state: TrainState) -> None:
 def sample_rollouts(
     run: Run, prompts: Sequence[Prompt], step: int, timer: PhaseTimer
 ) -> list[Rollout]:
-    """Graded rollouts of this rank's prompts; none where the objective trains on golden solutions
-    only. `step` counts the finished steps.
+    """Graded rollouts of this rank's prompts, without those whose objective trains on golden
+    solutions only. `step` counts the finished steps.
     """
     if not run.objective.needs_rollouts:
         return []
+    prompts = [prompt for prompt in prompts if prompt.use.is_sampled]
     with timer.part("wait") if run.config.rollout.has_servers else nullcontext():
         rollouts = run.engine.generate(prompts, run.sampling, step=step)
     rollouts = with_seeds(graded(run.grader, run.world, prompts, rollouts), run.sampling, step)
@@ -178,7 +185,7 @@ def graded(
 
 def mark_samples(run: Run, samples: list[Sample], state: TrainState) -> list[Sample]:
     """The samples, those of some prompts marked as off-policy (gkd)."""
-    fraction = run.config.objective.on_policy_fraction
+    fraction = run.config.objectives[0].on_policy_fraction  # of several each has 1
     if fraction == 1:
         return samples
     count, seed = run.config.rollout.prompts_per_step, run.config.train.seed

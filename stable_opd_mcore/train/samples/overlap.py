@@ -42,7 +42,9 @@ def overlap_metrics(
     pair: OverlapPair, batches: Sequence[MicroBatch], samples: Sequence[Sample]
 ) -> Metrics:
     """`overlap/*` and `stop/*` of this rank's rows; empty off the last pipeline stage."""
-    batches = [batch for batch in batches if batch.is_scored]
+    batches = [batch for batch in batches if batch.is_scored and batch.is_taught]
+    if not batches:
+        return Metrics()
     is_last = _last_positions(batches, samples)
     student = _stop_scores(pair.student, batches, is_last, samples)
     teacher = _stop_scores(pair.teacher, batches, is_last, samples)

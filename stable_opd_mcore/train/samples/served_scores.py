@@ -34,7 +34,10 @@ def begin_scoring(run: Run, samples: list[Sample], step: int) -> Callable[[], li
     places = [
         place
         for place, sample in enumerate(samples)
-        if sample.is_scored and sample.teacher_scores is None and len(sample.places)
+        if sample.is_scored
+        and sample.is_taught
+        and sample.teacher_scores is None
+        and len(sample.places)
     ]
     replies = [teacher.ask(samples[place], step) for place in places if asks]
 

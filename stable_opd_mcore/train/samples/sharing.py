@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.data.packing import pack, partition, split_by_prompt
+from stable_opd_mcore.data.packing import most_of, pack, partition, split_by_prompt
 from stable_opd_mcore.models.layers.fp8 import MULTIPLE
 from stable_opd_mcore.parallel.context import slice_microbatch
 from stable_opd_mcore.parallel.transfers import to_device
@@ -50,10 +50,10 @@ def gather_facts(world: World, samples: Sequence[Sample]) -> SampleFacts:
 
 def _facts_of(world: World, samples: Sequence[Sample]) -> SampleFacts:
     rewards = [np.nan if sample.reward is None else sample.reward for sample in samples]
+    own = [s.teacher_prompt_token_ids for s in samples]
     teacher_tokens = [
-        len(s.teacher_prompt_token_ids) + len(s.token_ids) - s.num_prompt_tokens
-        for s in samples
-        if s.teacher_prompt_token_ids is not None
+        0 if ids is None else len(ids) + len(s.token_ids) - s.num_prompt_tokens
+        for s, ids in zip(samples, own, strict=True)
     ]
     return SampleFacts(
         holder_B=np.full(len(samples), world.data_rank),
@@ -68,7 +68,7 @@ def _facts_of(world: World, samples: Sequence[Sample]) -> SampleFacts:
         reward_B=np.array(rewards, np.float64),
         turns_B=np.array([max(1, s.ends_turn.sum()) for s in samples], np.int64),
         truncated_turns_B=np.array([s.num_truncated_turns for s in samples], np.int64),
-        teacher_tokens_B=np.array(teacher_tokens, np.int64) if teacher_tokens else None,
+        teacher_tokens_B=np.array(teacher_tokens, np.int64),
     )
 
 
@@ -156,7 +156,7 @@ def pack_micro_batches(
         samples,
         weights,
         max_tokens=config.train.micro_batch_tokens,
-        agree=lambda counts: np.max(gather_objects(counts, world.data_group), axis=0).tolist(),
+        agree=lambda counts: most_of(gather_objects(counts, world.data_group)),
         attention_length=attention_length,
         pad_to_multiple=world.token_multiple * (MULTIPLE if config.fp8.is_on else 1),
         sequence_multiple=world.sequence_multiple,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.packing import split_by_prompt
 from stable_opd_mcore.data.sources import source_name
-from stable_opd_mcore.losses.objectives import Objective
+from stable_opd_mcore.losses.source_objectives import SourceObjectives
 from stable_opd_mcore.metrics import Mean, Metric, Metrics
 from stable_opd_mcore.monitoring.health import EpisodeLimits
 from stable_opd_mcore.sample_facts import SampleFacts
@@ -50,20 +50,24 @@ def limits_of(config: Config, source_B: NDArray[np.int64] | None) -> EpisodeLimi
     return EpisodeLimits(turns[source_B], np.array([*map(config.budget_of, sources)])[source_B])
 
 
-def source_metrics(config: Config, objective: Objective, facts: SampleFacts) -> Metrics:
+def source_metrics(config: Config, objective: SourceObjectives, facts: SampleFacts) -> Metrics:
     """Shares, accuracy and truncation of each group; `facts` are of all episodes: do not reduce it.
 
-    Of the rollouts; in a run without them of the golden solutions. The share of gradient weight is
-    that of the sum over trained tokens of the weight of the policy term, or of sft.
+    Of the rollouts; of the golden solutions where the objective has no rollouts. The share of
+    gradient weight is that of the sum over trained tokens of the weight of the policy term, or of
+    sft.
     """
     groups, metrics = groups_of(config, facts.source_B), dict[str, Metric]()
     if not groups:
         return Metrics()
-    counted_B = ~facts.golden_B if objective.needs_rollouts else facts.golden_B
+    assert facts.source_B is not None
+    sampled = [objective.each[place].needs_rollouts for place in objective.of_source]
+    is_sampled_B = np.array(sampled)[facts.source_B]
+    counted_B = facts.golden_B != is_sampled_B
     weight_B = np.zeros(len(facts))
     for places in split_by_prompt(facts, config.train.minibatches):
         weights = objective.sample_weights(facts.select(places))
-        weight_B[places] = weights.pg_B if objective.needs_rollouts else weights.sft_B
+        weight_B[places] = np.where(is_sampled_B[places], weights.pg_B, weights.sft_B)
     shares = {
         "row_share": counted_B.astype(np.float64),
         "token_share": counted_B * facts.sampled_tokens_B,

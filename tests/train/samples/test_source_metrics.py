@@ -7,7 +7,7 @@ import pytest
 
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.data.samples import rollout_samples
-from stable_opd_mcore.losses.objectives import build_objective
+from stable_opd_mcore.losses.source_objectives import build_source_objectives
 from stable_opd_mcore.losses.token_weights import by_episode
 from stable_opd_mcore.metrics import Mean
 from stable_opd_mcore.monitoring.names import require_known
@@ -44,7 +44,7 @@ def facts():
 
 def test_shares_accuracy_and_truncation_of_each_source_and_teacher():
     config = make_config(data__train=SOURCES, teacher=TEACHER)
-    objective = build_objective(config, (1,), (1,))
+    objective = build_source_objectives(config, (1,), (1,))
     found = source_metrics(config, objective, facts())
     values = found.values_by_key()
     require_known(values)
@@ -59,7 +59,7 @@ def test_shares_accuracy_and_truncation_of_each_source_and_teacher():
     assert values["source/d/row_share"] == 0.0
     assert values["source/d/accuracy"] is None
     by_tokens = make_config(data__train=SOURCES, teacher=TEACHER, aggregation="token_mean")
-    found = source_metrics(by_tokens, build_objective(by_tokens, (1,), (1,)), facts())
+    found = source_metrics(by_tokens, build_source_objectives(by_tokens, (1,), (1,)), facts())
     assert found.values_by_key()["source/code/weight_share"] == pytest.approx(0.04)
 
 
@@ -83,7 +83,7 @@ def test_truncation_is_of_turns_as_over_all_rollouts(world):
     facts, _ = by_episode(gather_facts(world, rollout_samples(rollouts)))
     config = make_config(data__train=SOURCES, teacher=TEACHER)
     of_source = replace(facts, source_B=np.array([0] * 4 + [1] * 3))
-    found = source_metrics(config, build_objective(config, (1,), (1,)), of_source)
+    found = source_metrics(config, build_source_objectives(config, (1,), (1,)), of_source)
     for name, own in (("mine_math.jsonl_train", rollouts[:4]), ("code", rollouts[4:])):
         expected = rollout_metrics(own, 8)["rollout/truncation_rate"]
         assert found[f"source/{name}/truncation_rate"] == expected
@@ -99,19 +99,19 @@ def test_the_share_of_the_weight_is_the_sources_but_under_constant(aggregation, 
     weighted = [SOURCES[0] | {"weight": 1.0}, SOURCES[1] | {"weight": 3.0}]
     settings = {"normaliser": "per_source", "aggregation": aggregation}
     config = make_config(data__train=weighted, teacher=TEACHER, **settings)
-    found = source_metrics(config, build_objective(config, (1,), (1,)), facts())
+    found = source_metrics(config, build_source_objectives(config, (1,), (1,)), facts())
     assert found.values_by_key()["source/code/weight_share"] == pytest.approx(share)
 
 
 def test_one_source_has_no_metrics_of_its_own():
     config = make_config()
     one = replace(facts(), source_B=None)
-    assert not source_metrics(config, build_objective(config, (1,), (1,)), one)
+    assert not source_metrics(config, build_source_objectives(config, (1,), (1,)), one)
     assert groups_of(config, None) == {}
 
 
 def test_a_run_without_rollouts_counts_golden_solutions():
     config = make_config(data__train=SOURCES, objective__name="sft", teacher=None)
-    found = source_metrics(config, build_objective(config, (1,), None), facts())
+    found = source_metrics(config, build_source_objectives(config, (1,), None), facts())
     assert found.values_by_key()["source/mine_math.jsonl_train/weight_share"] == 1.0
     assert found.values_by_key()["source/code/token_share"] == 0.0

@@ -1,0 +1,30 @@
+"""What a run does with the rows of each source, which follows from the source's objective."""
+
+from stable_opd_mcore.data.prompts import Golden
+from stable_opd_mcore.data.sources import source_name
+from stable_opd_mcore.losses.source_objectives import SourceObjectives
+from stable_opd_mcore.records import Use
+
+
+def uses_of(objective: SourceObjectives) -> dict[str, Use]:
+    """What the run does with the prompts of each source, by its name."""
+    return {
+        source_name(source): Use(
+            objective=place,
+            is_sampled=objective.each[place].needs_rollouts,
+            is_taught=objective.each[place].teacher_needs != "none",
+        )
+        for source, place in zip(objective.config.data.sources, objective.of_source, strict=True)
+    }
+
+
+def golden_of(objective: SourceObjectives) -> dict[str, Golden]:
+    """Which rows of each source need golden solutions, now or once the guard raises lambda."""
+    config, found = objective.config, dict[str, Golden]()
+    widest = objective.with_loss_weights(0, config.largest_lambda)
+    for source, place in zip(config.data.sources, objective.of_source, strict=True):
+        own = widest.each[place]
+        of_all = not own.needs_rollouts or own.terms.settings.on_policy_fraction < 1
+        golden: Golden = "required" if of_all else "by_source"
+        found[source_name(source)] = golden if own.needs_golden else "none"
+    return found
