@@ -103,9 +103,9 @@ class Prompt:
     # What answers the student's turns: a name of `Interaction`'s; None: it has one turn
     environment: str | None = field(default=None, compare=False)
     max_new_tokens: int | None = field(default=None, compare=False)  # of a turn; None: Sampling's
-    # The messages that token_ids render, where an environment answers; else none
+    # The messages that token_ids render, without data.system_prompt
     messages: Sequence[Mapping[str, str]] = field(default=(), compare=False, repr=False)
-    # The tools that token_ids name, where an environment answers: data/tool_schemas.py
+    # The tools that token_ids name: data/tool_schemas.py
     tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     # Tokens of the golden turns, of which every other one is observed; (): golden_token_ids are one
     golden_turn_tokens: tuple[int, ...] = field(default=(), compare=False)
@@ -190,6 +190,8 @@ class Turn:
     restarts: bool = False  # `before` is all that the student reads here: a new context begins
     text: str = ""  # the sampled tokens, decoded, without the stop token
     observed: str = ""  # `before`, decoded
+    # What `before` says, in OpenAI's form; (): first, the row's prompt. Not in files.
+    messages: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +221,7 @@ class Rollout(_WithArrays):
     metrics: Mapping[str, float] = field(
         default_factory=dict[str, float]
     )  # what its environment returned
+    feedback: str | None = None  # what environment or reward function say of it, for the teacher
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -74,7 +74,8 @@ def _list(prefix: str, model: Schema, models: Schema) -> str:
         if (section := held.get("")) is not None:
             if default != "`null`" and "[]" not in held:
                 continue  # its own list follows
-            kind, field = "section", section | field
+            plain = [each for each in kind.split(" or ") if each]
+            kind, field = " or ".join([*plain, "section"]), section | field
             default = default if default == "`null`" else "required"
         entries.append(f"- `{prefix}{name}` ({kind}; {default}): {_text(field)}")
     return "\n".join(entries) + "\n"

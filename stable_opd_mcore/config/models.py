@@ -7,6 +7,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from stable_opd_mcore.config.section import Section, Url
 from stable_opd_mcore.host.hub import COMMIT
+from stable_opd_mcore.host.user_code import UserFunction, read_user_function
 
 
 class ModelConfig(Section):
@@ -77,6 +78,25 @@ class StudentConfig(ModelConfig):
     delta nets; all other weights are frozen. `null`: all weights are trained."""
 
 
+class PromptFunction(Section):
+    """A function of the user's own that makes the teacher's prompt of a rollout after it has ended:
+    docs/teacher_prompt.md."""
+
+    function: str
+    """`path/to/file.py:function`, relative to the working directory. It is called with the row as a
+    dict of its columns, the rollout, and the other rollouts of its prompt. It returns a text,
+    messages, or `None`: then no teacher scores the rollout."""
+
+    @model_validator(mode="after")
+    def _own_function(self) -> Self:
+        self.read()
+        return self
+
+    def read(self) -> UserFunction:
+        """The function."""
+        return read_user_function(self.function, ("row", "rollout", "others"))
+
+
 SELF = "self"  # teacher.path of a student that is its own teacher
 
 
@@ -90,10 +110,11 @@ class TeacherConfig(ModelConfig):
     gradient."""
     ema_decay: float = Field(default=0.999, gt=0, lt=1)
     """With `weights: ema`: the share of the teacher that a step keeps."""
-    prompt: str | None = None
+    prompt: str | PromptFunction | None = None
     """The teacher's own prompt: a Jinja template of the user's message over the columns of a row
-    (`{{ problem }}`, `{{ solution }}`), which the teacher's chat template then renders
-    (docs/teacher_prompt.md). `null`: the teacher reads the student's prompt."""
+    (`{{ problem }}`, `{{ solution }}`), which the teacher's chat template then renders; or a
+    `function`, which also reads what happened in the rollout (docs/teacher_prompt.md). `null`: the
+    teacher reads the student's prompt."""
     engine: Literal["megatron", "sglang"] = "megatron"
     """`megatron`: the teacher runs in the trainer, on the trainer's ranks. `sglang`: servers score
     the rollouts over HTTP, at temperature 1; with `rollout.engine: sglang` each as soon as it is
@@ -105,6 +126,11 @@ class TeacherConfig(ModelConfig):
     the last colon) to the addresses of that teacher's replicas."""
     api_key_file: str | None = None
     """File with the servers' API key; `null`: the servers have none."""
+
+    @property
+    def prompt_function(self) -> PromptFunction | None:
+        """What makes a prompt of each rollout; None: `prompt` is a template, or none."""
+        return self.prompt if isinstance(self.prompt, PromptFunction) else None
 
     @property
     def is_self(self) -> bool:

@@ -346,6 +346,19 @@ class Config(Section):
                 f"fp8.teacher={self.fp8.teacher} with teacher.engine=sglang: the servers choose a "
                 "served teacher's precision; set fp8.teacher=null or teacher.engine=megatron"
             )
+        if self.teacher is not None and self.teacher.prompt_function is not None:
+            fraction = self.objective.on_policy_fraction
+            if fraction < 1:
+                raise ValueError(
+                    f"teacher.prompt.function with objective.on_policy_fraction={fraction:g}: it "
+                    "reads what happened in a rollout, and prompts that train on golden solutions "
+                    "have none; set on_policy_fraction=1, or a template as teacher.prompt"
+                )
+            if self.rollout.engine == "replay" and self.has_environment:
+                raise ValueError(
+                    "teacher.prompt.function with rollout.engine=replay and an environment: stored "
+                    "episodes lack the messages that the function reads; sample them again"
+                )
         if self.weights_of["teacher"] == "student" and self.fp8.teacher:
             raise ValueError(
                 f"fp8.teacher={self.fp8.teacher} with teacher.weights=live: the teacher is the "

@@ -51,6 +51,7 @@ class Observed:
     token_ids: tuple[int, ...] = ()
     text: str = ""  # token_ids, decoded; in `append` it begins with the end of the turn before
     restarts: bool = False  # token_ids are a whole context that does not extend the one before
+    messages: tuple[Message, ...] = ()  # what token_ids say; (): the row's prompt stands
     # With environment.history=template: the messages that the context renders now
     conversation: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()  # that its contexts name from now on

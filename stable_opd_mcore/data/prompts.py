@@ -190,8 +190,8 @@ class PromptSet:
             golden_turn_tokens=self._golden_turns[index],
             environment=row.environment,
             max_new_tokens=row.max_new_tokens,
-            messages=() if row.environment is None else _messages(row, self._template),
-            tools=() if row.environment is None else row.tools,
+            messages=_messages(row, self._template),
+            tools=row.tools,
         )
 
     def problems(self) -> list[str]:

@@ -89,6 +89,7 @@ class _RolloutColumns(_Columns):
     segments: list[_Segment] | None = None  # where weights of several versions sampled it
     seed: int | None = None  # where an environment plays it
     metrics: dict[str, FiniteFloat] = {}  # what it returned with the reward
+    feedback: str | None = None  # what it said of the episode, or a reward function of a response
     turns: list[_Turn] | None = None  # where it is more than one response to its prompt
 
 
@@ -148,6 +149,8 @@ def encode_rollout(rollout: Rollout) -> bytes:
         del row["seed"]
     if not rollout.metrics:
         del row["metrics"]
+    if rollout.feedback is None:
+        del row["feedback"]
     if prompt.max_new_tokens is None:
         del row["max_new_tokens"]
     return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)

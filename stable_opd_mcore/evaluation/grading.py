@@ -24,7 +24,7 @@ from stable_opd_mcore.data.thoughts import split_thought
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading_worker import graded, rewarded, start_worker
-from stable_opd_mcore.host.user_code import UserFunction
+from stable_opd_mcore.host.user_code import Reward, UserFunction
 from stable_opd_mcore.records import AnswerFormat, GradingFailure, Rollout
 
 CONSTS.term_timeout = 0.0  # pebble's wait between SIGTERM, which workers ignore, and SIGKILL
@@ -58,6 +58,7 @@ class Verdict:
 
     reward: float  # 0 or 1; a user's function may return any finite number
     failure: GradingFailure | None = None  # over its time, or the worker ended (memory, recursion)
+    feedback: str | None = None  # see Rollout
 
     @property
     def is_right(self) -> bool:
@@ -152,7 +153,10 @@ class Grader:
             rollout = rollouts[place]
             reward = lowest[rollout.prompt.prompt_id] if found.failure else found.reward
             found_rollouts[place] = replace(
-                rollout, reward=float(reward), grading_failure=found.failure
+                rollout,
+                reward=float(reward),
+                grading_failure=found.failure,
+                feedback=found.feedback,
             )
         return found_rollouts
 
@@ -233,6 +237,8 @@ class Grader:
                 ) from error
             return Verdict(False, "crash")
         self._has_graded = True
+        if isinstance(found, Reward):
+            return Verdict(found.value, feedback=found.feedback)
         if not isinstance(found, tuple):
             return Verdict(found)
         failure, why = found

@@ -27,7 +27,7 @@ from stable_opd_mcore.evaluation.answers import (
 from stable_opd_mcore.evaluation.notation import with_plain_digits
 from stable_opd_mcore.evaluation.vectors import components, same_quantity
 from stable_opd_mcore.evaluation.wording import in_tags, is_changed, stated
-from stable_opd_mcore.host.user_code import UserFunction, as_number
+from stable_opd_mcore.host.user_code import Reward, UserFunction, as_reward
 from stable_opd_mcore.host.worker_processes import start_user_code
 
 _MEMORY_GIB = 4.0
@@ -233,16 +233,16 @@ def start_worker(rewards: Mapping[str, UserFunction | None]) -> None:
 
 def rewarded(
     reward: str, columns: Mapping[str, Any], response: str, orphan_seconds: float
-) -> float | tuple[str, str]:
-    """The user's reward, a finite number; else "crash" or "invalid", and why.
+) -> Reward | tuple[str, str]:
+    """The user's reward; else "crash" or "invalid", and why.
 
     An error that is not an Exception, and a lack of memory, end the process.
     """
     signal.setitimer(signal.ITIMER_REAL, orphan_seconds)
     try:
         value = _users[reward](dict(columns), response)
-        number = as_number(value)
-        return ("invalid", f"{value!r:.200} is not a finite number") if number is None else number
+        expected = "a finite number, or a tuple of one and a text"
+        return as_reward(value) or ("invalid", f"{value!r:.200} is not {expected}")
     except MemoryError:
         os._exit(1)
     except Exception as error:  # the user's code may raise anything

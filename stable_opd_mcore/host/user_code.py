@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.host.neighbours import Neighbours, importable, neighbours_of
+
+MAX_CHARACTERS = 1_000_000  # of a text; its middle is cut out of a longer one
+_CUT = "\n[...]\n"
 
 
 class InvalidValueError(Exception):
@@ -110,3 +113,31 @@ def as_number(value: object) -> float | None:
         return None
     number = float(value)
     return number if math.isfinite(number) else None
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a response is worth, by the user's code."""
+
+    value: float  # finite
+    feedback: str | None = None  # what the user's code says of the response; None: nothing
+
+
+def as_reward(value: object) -> Reward | None:
+    """A reward that the user's code returned, or a tuple of a reward and a text on the response;
+    None for anything else."""
+    number, feedback = value, None
+    if isinstance(value, tuple) and len(cast("tuple[object, ...]", value)) == 2:
+        number, feedback = cast("tuple[object, object]", value)
+    reward = as_number(number)
+    if reward is None or not isinstance(feedback, str | None):
+        return None
+    return Reward(reward, None if feedback is None else plain_text(feedback))
+
+
+def plain_text(text: str) -> str:
+    """A text that tokenizers take, without its middle where it is very long."""
+    if len(text) > MAX_CHARACTERS:
+        half = (MAX_CHARACTERS - len(_CUT)) // 2
+        text = text[:half] + _CUT + text[-half:]
+    return str.encode(text, "utf-8", "replace").decode()

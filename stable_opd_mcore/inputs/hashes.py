@@ -128,6 +128,8 @@ def _own_functions(config: Config) -> Iterator[tuple[str, UserFunction]]:
     for settings in config.objectives:
         if is_user_function(settings.name):
             yield "objective.name", settings.read()
+    if config.teacher is not None and config.teacher.prompt_function is not None:
+        yield "teacher.prompt.function", config.teacher.prompt_function.read()
     sections: dict[str, RewardConfig | EnvironmentConfig | None] = {
         "reward": config.reward,
         "environment": config.environment,

@@ -18,8 +18,8 @@ from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.environment_names import OF_THE_RUN
 from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
+from stable_opd_mcore.data.rollout_prompts import RolloutPrompts
 from stable_opd_mcore.data.rows import Row
-from stable_opd_mcore.data.samples import context_samples
 from stable_opd_mcore.data.source_order import SourceOrder
 from stable_opd_mcore.data.sources import load_rows, source_name
 from stable_opd_mcore.data.stop_ids import resolve_stop_ids
@@ -33,7 +33,7 @@ from stable_opd_mcore.inputs.source_uses import golden_of, uses_of
 from stable_opd_mcore.losses.source_objectives import SourceObjectives
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.description.config_fields import decoder_settings, read_fields
-from stable_opd_mcore.records import Rollout, Use
+from stable_opd_mcore.records import Use
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 
 # package and setting -> its value for none
@@ -130,13 +130,27 @@ def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | 
 def load_teacher_prompt(
     config: Config, tokenizer: Tokenizer, objective: SourceObjectives
 ) -> TeacherPrompt | None:
-    """`teacher.prompt` with the teacher's chat template; None if it reads the student's."""
+    """A template in `teacher.prompt` with the teacher's chat template; None without one."""
     teacher = config.teacher
-    if teacher is None or teacher.prompt is None or objective.teacher_needs == "none":
+    template = None if teacher is None else teacher.prompt
+    if not isinstance(template, str) or objective.teacher_needs == "none":
         return None
     own = _teacher_template(config, tokenizer)
     assert own is not None
-    return TeacherPrompt(teacher.prompt, own, config.data.system_prompt, _teacher_window(config))
+    return TeacherPrompt(template, own, config.data.system_prompt, _teacher_window(config))
+
+
+def load_rollout_prompts(
+    config: Config, tokenizer: Tokenizer, objective: SourceObjectives
+) -> RolloutPrompts | None:
+    """The function in `teacher.prompt` with the teacher's chat template; None without one."""
+    function = config.teacher and config.teacher.prompt_function
+    if function is None or objective.teacher_needs == "none":
+        return None
+    own = _teacher_template(config, tokenizer)
+    assert own is not None
+    window = _teacher_window(config)
+    return RolloutPrompts(function.read(), own, config.data.system_prompt, window)
 
 
 def episode_template(
@@ -186,7 +200,10 @@ def load_sources(
             )
         environment = config.environment_of(source)
         functions = (source.reward or config.reward, environment)
-        with_columns = any(each.function is not None for each in functions)
+        reads_columns = config.teacher and config.teacher.prompt_function
+        with_columns = any(
+            each.function is not None for each in (*functions, reads_columns) if each
+        )
         needed = required if uses.get(name, Use()).is_taught else ()
         own = load_rows(source, with_columns=with_columns, required=needed)
         ids = [f"{name}:{row.row_id.rpartition(':')[2]}" for row in own]
@@ -364,31 +381,3 @@ def missing_tracker(package: str) -> UserError:
         f"the {package} package is not installed: pip install -e '.[trackers]', or set "
         f"monitoring.{package}={_TRACKERS[package]}"
     )
-
-
-def restart_problem(config: Config, rollouts: Sequence[Rollout]) -> str | None:
-    """What is wrong with an episode of several contexts, for settings that assume one."""
-    for rollout in rollouts:
-        where, remedy = "its environment begins a new context", "the environment"
-        first, second = (*context_samples(rollout), None, None)[:2]
-        begun = first and second and second.token_ids[: len(first.token_ids) - 1].tolist()
-        if first and begun == first.token_ids[:-1].tolist():
-            where = (
-                "the student ends a turn with another token than its chat template, whose token "
-                "the next turn reads in a new context"
-            )
-            remedy = "the chat template end a turn as the student does, so as to"
-        where = f"prompt {rollout.prompt.prompt_id}: {where}"
-        discount = config.objectives[rollout.prompt.use.objective].discount
-        if discount and any(turn.restarts for turn in rollout.turns[1:]):
-            return (
-                f"{where}, and objective.discount={discount:g} would add up the "
-                "advantages of each context on its own, not of the episode; set "
-                f"objective.discount=0, or let {remedy} only continue the context"
-            )
-        if config.teacher and config.teacher.prompt and any(t.restarts for t in rollout.turns):
-            return (
-                f"{where}, which does not begin with the prompt that teacher.prompt replaces; "
-                f"remove teacher.prompt, or let {remedy} only continue the context"
-            )
-    return None

@@ -42,6 +42,8 @@ class ObjectiveSpec:
     divergence: Callable[[ObjectiveConfig], Divergence] | None = None  # Terms.divergence
     discounted: Callable[[Rows, AdvantageConfig], Tensor] | None = None  # Terms.discounted
     rewards: bool = False  # advantages come from graded rollouts
+    # The policy term of a rollout that no teacher scores; None: it has none
+    untaught: Callable[[Rows, ObjectiveConfig], PolicyLoss] | None = None
     summary: str = ""  # the loss of a token, in Markdown: a cell of the table in docs/objectives.md
     source: str = ""  # a paper of docs/method.md
 
@@ -84,6 +86,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
         "sampled",
         settings=(*_OF_REWARDS, "stop_class", "advantage.policy", "advantage.teacher_weight"),
         rewards=True,
+        untaught=token_losses.grpo,
         summary="clipped surrogate of the advantages of `grpo` and `opd` together, the latter "
         "times `advantage.teacher_weight`",
         source="ours",
@@ -136,6 +139,7 @@ class Objective:
     needs_rewards: bool  # rollouts must be graded before weighting
     stop_ids: tuple[int, ...]  # one outcome in scores of student and teacher, not the reference
     terms: Terms
+    untaught: Terms  # of rollouts that no teacher scores; equal where it asks no teacher
     beta: float  # weight of the KL to the reference
     golden_weight: float  # weight of the golden solutions' likelihood: lambda; 1 for sft
     config: Config  # the run's; `terms.settings` is its section `objective`, or a source's own
@@ -145,15 +149,28 @@ class Objective:
         if not self.needs_rollouts:
             return self
         settings = self.terms.settings
-        terms = replace(self.terms, reference=self.config.kl.estimator if beta else "none")
+        reference = self.config.kl.estimator if beta else "none"
+        terms = replace(self.terms, reference=reference)
         return replace(
             self,
             terms=terms,
+            untaught=replace(self.untaught, reference=reference),
             reference_needs=_REFERENCE_NEEDS.get(terms.reference, "sampled"),
             needs_golden=lambda_ > 0 or (self.name == "gkd" and settings.on_policy_fraction < 1),
             beta=beta,
             golden_weight=lambda_,
         )
+
+    @property
+    def trains_untaught(self) -> bool:
+        """Whether a rollout that no teacher scores has a policy term."""
+        return self.untaught.policy is not None
+
+    def terms_of(self, microbatch: MicroBatch) -> Terms:
+        """What the loss of a micro-batch is made of."""
+        if not microbatch.is_scored:
+            return LIKELIHOOD
+        return self.terms if microbatch.is_taught else self.untaught
 
     @property
     def temperature(self) -> float:
@@ -211,7 +228,7 @@ class Objective:
             hidden_NH,
             head,
             microbatch,
-            self.terms if microbatch.is_scored else LIKELIHOOD,
+            self.terms_of(microbatch),
             teacher_head=teacher_head,
             reference_head=reference_head,
             context_group=context_group,
@@ -261,10 +278,19 @@ def build_objective(
         needs_rewards=spec.rewards,
         stop_ids=stop_ids,
         terms=terms,
+        untaught=terms if spec.teacher == "none" else _untaught(terms, spec),
         beta=0.0,
         golden_weight=1.0,
         config=config,
     ).with_loss_weights(config.kl.beta, config.mixture.lambda_)
+
+
+def _untaught(terms: Terms, spec: ObjectiveSpec) -> Terms:
+    """The terms without those that read a teacher's scores."""
+    advantage = terms.settings.advantage.model_copy(update={"control_variate": False})
+    settings = terms.settings.model_copy(update={"advantage": advantage})
+    nothing = {"discounted": None, "divergence": None, "settings": settings}
+    return replace(terms, policy=spec.untaught, **nothing)
 
 
 def _own_spec(settings: ObjectiveConfig) -> ObjectiveSpec:

@@ -21,7 +21,12 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 from stable_opd_mcore.data.messages import split_parts
-from stable_opd_mcore.host.user_code import InvalidValueError, UserFunction, as_number
+from stable_opd_mcore.host.user_code import (
+    InvalidValueError,
+    UserFunction,
+    as_number,
+    plain_text,
+)
 from stable_opd_mcore.host.worker_processes import start_user_code
 from stable_opd_mcore.serving.channel import receive_message
 
@@ -30,11 +35,9 @@ if TYPE_CHECKING:
 
     from stable_opd_mcore.records import GradingFailure
 
-MAX_CHARACTERS = 1_000_000  # of one message; its middle is cut out of a longer one
 MAX_ANSWER_BYTES = 32 * 2**20  # JSON writes a character in up to 12
 OUT_OF_MEMORY = 3  # exit code
 _CLOSING_SECONDS = 5
-_CUT = "\n[...]\n"
 _ROLES = ("user", "tool")
 _ROLES_OF_A_CONTEXT = ("system", "user", "assistant", "tool")  # a prompt, or a restart
 _MORE_KEYS = {"tool": {"name", "tool_call_id"}, "assistant": {"tool_calls"}}
@@ -59,6 +62,7 @@ class Answer:
     tools: Sequence[Mapping[str, Any]] | None = None
     reward: float | None = None  # of an episode that is over; with a failure 0
     metrics: Mapping[str, float] = field(default_factory=dict)  # returned with the reward
+    feedback: str | None = None  # returned with the reward, for the teacher
     failure: GradingFailure | None = None
     reason: str = ""  # of the failure, for people
 
@@ -154,17 +158,19 @@ class Generators:
 
 
 def _last(returned: object) -> Answer:
-    """What an episode returned: its reward, or reward and metrics."""
-    parts = cast("Sequence[object]", returned if isinstance(returned, tuple | list) else ())
-    has_metrics = len(parts) == 2 and isinstance(parts[1], Mapping)
-    reward = as_number(parts[0] if has_metrics else returned)
-    if reward is None:
+    """What an episode returned: its reward, and with it a text, metrics, or both in any order."""
+    parts = cast("Sequence[object]", returned if isinstance(returned, tuple | list) else [returned])
+    reward = as_number(parts[0]) if parts else None
+    texts = [part for part in parts[1:] if isinstance(part, str)]
+    tables = [part for part in parts[1:] if isinstance(part, Mapping)]
+    known = len(texts) <= 1 and len(tables) <= 1 and len(texts) + len(tables) == len(parts) - 1
+    if reward is None or not known:
         raise InvalidValueError(
             f"the episode returned {_shown(returned)}; expected its reward, a finite number, or "
-            "(reward, {name: number}): end it with `return reward`"
+            "(reward, text), (reward, {name: number}) or all three: end it with `return reward`"
         )
     metrics: dict[str, float] = {}
-    for name, value in cast("Mapping[Any, object]", parts[1] if has_metrics else {}).items():
+    for name, value in cast("Mapping[Any, object]", tables[0] if tables else {}).items():
         number = as_number(value)
         if number is None or not (isinstance(name, str) and _METRIC.fullmatch(name)):
             raise InvalidValueError(
@@ -172,7 +178,8 @@ def _last(returned: object) -> Answer:
                 "of letters, digits, `_`, `-` and `.`, and a finite number"
             )
         metrics[name] = number
-    return Answer(reward=reward, metrics=metrics)
+    feedback = plain_text(texts[0]) if texts else None
+    return Answer(reward=reward, metrics=metrics, feedback=feedback)
 
 
 def _answer_of(yielded: object, is_first: bool) -> Answer:
@@ -239,10 +246,10 @@ def _message(given: object, roles: Sequence[str]) -> dict[str, Any]:
             f"the episode yielded a message with the role {_shown(role)}; expected "
             f"{' or '.join(roles)}"
         )
-    found: dict[str, Any] = {"role": str(role), "content": _plain(content)}
+    found: dict[str, Any] = {"role": str(role), "content": plain_text(content)}
     if calls and not content:
         found["content"] = None  # templates ask whether there is a text
-    found |= {k: _plain(str(message[k])) for k in ("name", "tool_call_id") if k in message}
+    found |= {k: plain_text(str(message[k])) for k in ("name", "tool_call_id") if k in message}
     if calls:
         try:
             found["tool_calls"] = [_call(json.loads(json.dumps(call))) for call in calls]
@@ -259,14 +266,6 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(function["arguments"], str):
         function["arguments"] = json.loads(function["arguments"])
     return call
-
-
-def _plain(text: str) -> str:
-    """A text that tokenizers take, without its middle where it is very long."""
-    if len(text) > MAX_CHARACTERS:
-        half = (MAX_CHARACTERS - len(_CUT)) // 2
-        text = text[:half] + _CUT + text[-half:]
-    return str.encode(text, "utf-8", "replace").decode()
 
 
 def _shown(value: object) -> str:

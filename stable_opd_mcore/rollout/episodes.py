@@ -43,6 +43,7 @@ class End:
     reward: float | None = None  # None: to be graded
     failure: GradingFailure | None = None  # with `failed`
     metrics: Mapping[str, float] = field(default_factory=dict)  # what its environment returned
+    feedback: str | None = None  # see Rollout
     kept: Kept | None = None  # see Observed
 
 
@@ -71,6 +72,7 @@ class Episode:
     reward: float | None = None
     failure: GradingFailure | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)  # see End
+    feedback: str | None = None  # see Rollout
     tools: tuple[Mapping[str, Any], ...] = ()  # see Observed
     # With environment.history=template: the messages that the context renders, up to its last turn
     conversation: tuple[Message, ...] = ()
@@ -171,6 +173,7 @@ class Episode:
             return self._cut(what.kept).after(replace(what, kept=None))
         if isinstance(what, End):
             ended = {"reward": what.reward, "failure": what.failure, "metrics": what.metrics}
+            ended |= {"feedback": what.feedback}
             return replace(self, finish_reason=what.ending, **ended)
         read = np.array(what.token_ids, np.int32)
         contexts, number = self.contexts, self.number if what.context is None else what.context
@@ -179,7 +182,8 @@ class Episode:
             number = len(contexts) - 1
         else:
             contexts = _with(contexts, number, np.concatenate([contexts[number], read]))
-        turn = Turn(0, Ending.OPEN, what.token_ids, what.restarts, observed=what.text)
+        told = {"observed": what.text, "messages": what.messages}
+        turn = Turn(0, Ending.OPEN, what.token_ids, what.restarts, **told)
         lasting = {"conversation": what.conversation, "tools": what.tools}
         return replace(
             self,
@@ -245,6 +249,7 @@ class Episode:
             segments=ordered.segments,
             turns=ordered.turns,
             metrics=self.metrics,
+            feedback=self.feedback,
         )
 
 

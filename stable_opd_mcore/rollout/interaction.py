@@ -160,7 +160,8 @@ class Interaction:
             self._note_failure(asked, answer.reason)
             return End(Ending.FAILED, answer.reward, answer.failure)
         if answer.is_last:
-            return End(Ending.STOP, answer.reward, metrics=answer.metrics)
+            told = {"metrics": answer.metrics, "feedback": answer.feedback}
+            return End(Ending.STOP, answer.reward, **told)
         settings, finished = self.environments[asked.environment], asked.sampling.training_step
         most = settings.max_turns if finished is None else settings.turns_at(finished)
         if len(asked.episode.turns) >= most:
@@ -228,7 +229,8 @@ class Interaction:
                 self._counts["cut_tokens"] += num_cut
         rendered = tuple(conversation) if settings.history == "template" else ()
         text = self._decoded(seen.token_ids)
-        return replace(seen, text=text, conversation=rendered, tools=tools)
+        read = tuple(messages)
+        return replace(seen, text=text, messages=read, conversation=rendered, tools=tools)
 
     @staticmethod
     def _tools_of(episode: Episode, answer: Answer) -> tuple[Tool, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.prompts import PromptOrder, PromptSet
+from stable_opd_mcore.data.rollout_prompts import RolloutPrompts
 from stable_opd_mcore.data.source_order import SourceOrder
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.losses.output_head import Head
@@ -38,6 +39,7 @@ class Run:
     reference: Scorer | None
     moving: Mapping[str, Moving]  # "reference", "teacher": those that follow the student
     behaviour: Scorer | None  # scores with the student's weights from before the step's updates
+    rollout_prompts: RolloutPrompts | None  # teacher.prompt.function
     overlap: OverlapPair | None  # student and teacher, scored for the overlap/* and stop/* metrics
     memory: DeviceMemory  # which of all these are on the device
     engine: RolloutEngine

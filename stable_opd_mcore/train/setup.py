@@ -14,6 +14,7 @@ from stable_opd_mcore.evaluation.grading import Grader, Rewards
 from stable_opd_mcore.inputs.loading import (
     configured_architecture,
     episode_template,
+    load_rollout_prompts,
     prompt_order,
     refuse_long_support,
     refuse_routing_without_experts,
@@ -113,7 +114,9 @@ def build_run(
     for line in attention_lines([models.student, models.frozen], largest_batch(inputs)):
         say(line)
     memory = device_memory(config, world, student, models.frozen, heads)
-    is_served = served_teacher is not None
+    rollout_prompts = load_rollout_prompts(config, tokenizer, objective)
+    # What a rollout's end says, and its siblings, can be in no prompt that is sent before.
+    scored_early = served_teacher is not None and rollout_prompts is None
     if config.rollout.has_servers:
         say(f"waiting for {config.rollout.sglang.placement} SGLang servers")
     engine = build_engine(
@@ -132,11 +135,12 @@ def build_run(
         reference=reference,
         moving=models.moving,
         behaviour=models.behaviour(student),
+        rollout_prompts=rollout_prompts,
         overlap=overlap,
         memory=memory,
         engine=engine,
         held_out_engine=_held_out_engine(config, world, models, tokenizer, progress),
-        sampling=training_sampling(config, tokenizer.stop_token_ids, scored=is_served),
+        sampling=training_sampling(config, tokenizer.stop_token_ids, scored=scored_early),
         objective=objective,
         prompts=prompts,
         held_out=held_out,

@@ -30,6 +30,8 @@ def step_metrics(
 ) -> Metrics:
     """The step's metrics that no update makes, the same on every rank."""
     own = timer.metrics(int(facts.tokens_B.sum())) | run.engine.take_metrics()
+    if run.rollout_prompts is not None and dist.get_rank(run.world.model_group) == 0:
+        own = own | run.rollout_prompts.take_metrics()
     episodes, _ = by_episode(facts)
     metrics = sample_metrics(episodes) | source_metrics(run.config, run.objective, episodes)
     if run.objective.needs_rollouts:

@@ -1,4 +1,4 @@
-"""Rewards of the user's own."""
+"""Rewards of the user's own, and a teacher's prompt."""
 
 
 def quarter(row, response):
@@ -8,3 +8,14 @@ def quarter(row, response):
 def by_length(row, response):
     """Differs within groups, whatever the responses are worth."""
     return len(response) % 3 / 2
+
+
+def parity(row, response):
+    return len(response) % 2
+
+
+def told(row, rollout, others):
+    """What the first of the others said, unless this one is better."""
+    if rollout.reward > others[0].reward:
+        return None
+    return f"{row['problem']}={others[0].text[:3]}={int(others[0].reward)}"

@@ -10,6 +10,9 @@ from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
 
 ALONE = {"teacher": None, "kl": {"beta": 0.0}, "mixture": {"lambda": 0.0}}  # sft and grpo need it
+REWARDS = Path(__file__).with_name("rewards.py")
+OBJECTIVES = {"rewarded": "grpo", "both": "grpo_opd", "taught": "gkd", "golden": "sft"}
+WEIGHTS = {"rewarded": 2, "both": 1, "taught": 1.5, "golden": 0.5}
 VOLATILE = ("time/", "throughput/", "memory/")  # what may differ between two identical runs
 
 
@@ -56,6 +59,27 @@ def tiny_config(directory: Path, name: str, **sections: Any) -> Config:
             {**values.get(section, {}), **fields} if isinstance(fields, dict) else fields
         )
     return parse_config(values, origin=name)
+
+
+def objective_of_each_source() -> dict[str, Any]:
+    """Sections of a run with OBJECTIVES, whose teacher reads another rollout or scores none."""
+    sources = [
+        {
+            "path": "synthetic:arithmetic",
+            "name": source,
+            "weight": WEIGHTS[source],
+            "options": {"rows": 32, "seed": number},
+            "objective": {"name": objective},
+            "reward": {"function": f"{REWARDS}:parity"},
+        }
+        for number, (source, objective) in enumerate(OBJECTIVES.items())
+    ]
+    return {
+        "data": {"train": sources},
+        "normaliser": "per_source",
+        "rollout": {"prompts_per_step": 10, "samples_per_prompt": 3},
+        "teacher": {"prompt": {"function": f"{REWARDS}:told"}},
+    }
 
 
 def problems(rows: int, held_out: int) -> dict[str, Any]:

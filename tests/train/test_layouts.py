@@ -23,7 +23,15 @@ from stable_opd_mcore.models.tensors import hf_shapes
 from stable_opd_mcore.train.samples import overlap
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
-from tests.train.runs import ALONE, metrics_of, tiny_architecture, tiny_config
+from tests.train.runs import (
+    ALONE,
+    OBJECTIVES,
+    REWARDS,
+    metrics_of,
+    objective_of_each_source,
+    tiny_architecture,
+    tiny_config,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +103,6 @@ class Case:
 OFFLOADED = {"memory": {"offload": ["frozen"]}}  # it changes no number
 MOVING = {"reference": {"update": "every", "every": 1}}
 AHEAD = {"rollout": {"max_staleness": 1, "partial": True}}
-REWARDS = Path(__file__).with_name("rewards.py")
 ARITHMETIC = "synthetic:arithmetic"
 SOURCES = {  # the second has no golden solutions
     "data": {
@@ -112,6 +119,7 @@ SOURCES = {  # the second has no golden solutions
     "normaliser": "per_source",
     "rollout": {"prompts_per_step": 8, "samples_per_prompt": 2},
 }
+EACH = objective_of_each_source()
 CASES = {
     "dense": Case(4, DENSE, ("tp2_sp_cp2", "tp2_pp2", "pp2_cp2"), sections=OFFLOADED),
     "experts": Case(4, MIXTURE, ("cp2_ep2", "ep2_pp2")),
@@ -127,6 +135,7 @@ CASES = {
         2, tiny_architecture(16, 2), ("ep2",), sections={"teacher": {"architecture": MIXTURE}}
     ),
     "several_sources": Case(2, DENSE, ("dp",), sections=SOURCES),
+    "objectives": Case(2, DENSE, ("tp2_sp", "cp2", "pp2_vpp2"), sections=EACH),
 }
 GROUPS = {"prompts_per_step": 8, "samples_per_prompt": 4}  # of the runs with rewards
 
@@ -136,9 +145,10 @@ def config_of(directory: Path, name: str, case: Case, steps: int, **sections: An
     layers = case.student.get("text_config", case.student)["num_hidden_layers"]
     given: dict[str, Any] = {
         "student": {"architecture": case.student, **case.factors},
-        "teacher": {"architecture": TEACHER | {"num_hidden_layers": layers}},
         "sampling": {"max_new_tokens": 8},
         **case.sections,
+        "teacher": {"architecture": TEACHER | {"num_hidden_layers": layers}}
+        | case.sections.get("teacher", {}),
         "rollout": ROLLOUT | case.sections.get("rollout", {}),
         "train": {"steps": steps, "micro_batch_tokens": 96, "recompute": "full"},
     }
@@ -270,6 +280,19 @@ def test_sources_are_sampled_weighed_and_measured(runs):
         assert one["source/long/token_share"] == other["source/long/token_share"]
         kl = {key: one[f"source/{key}/kl"] for key in ("long", "synthetic_arithmetic_train")}
         assert min(kl.values()) < one["kl/teacher"] < max(kl.values())
+
+
+def test_each_source_trains_by_its_objective(runs):
+    on_one_rank, on_two = (metrics_of(at / "objectives") for at in (runs / "one_rank", runs))
+    for one, other in zip(on_one_rank, on_two, strict=True):
+        assert 0 < one["teacher_prompt/given_share"] < 1
+        assert one["source/rewarded/kl"] is one["source/golden/kl"] is None  # nobody scores them
+        for key in ("kl/teacher", "source/both/kl", "source/taught/kl", "advantage/mean"):
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
+        assert other["teacher_prompt/tokens_mean"] == one["teacher_prompt/tokens_mean"]
+        shares = [[row[f"source/{s}/weight_share"] for s in OBJECTIVES] for row in (one, other)]
+        assert shares[0] == shares[1]
+        assert sum(shares[0]) == pytest.approx(1)
 
 
 def test_grpo_under_context_parallelism_gives_the_same_losses_and_gradients(runs):

@@ -15,8 +15,8 @@ from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.environment_names import environments_of
 from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.inputs.loading import restart_problem
 from stable_opd_mcore.inputs.pair import ModelFiles
+from stable_opd_mcore.inputs.restarts import restart_problem
 from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.records import Sample
 

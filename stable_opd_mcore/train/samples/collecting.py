@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import torch.distributed as dist
 
 from stable_opd_mcore.data.environment_names import turns_by_environment
@@ -23,7 +24,7 @@ from stable_opd_mcore.data.samples import (
 )
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
-from stable_opd_mcore.inputs.loading import restart_problem
+from stable_opd_mcore.inputs.restarts import restart_problem
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
@@ -49,10 +50,11 @@ def collect_samples(
     solutions = golden_samples([each for each in prompts if _objective(run, each).needs_golden])
     golden = mark_samples(run, solutions, state)
     wait_for_golden = begin_scoring(run, golden, state.step)  # while the engine samples
-    rollouts = sample_rollouts(run, prompts, state.step, timer)
+    rollouts = with_teacher_prompts(run, sample_rollouts(run, prompts, state.step, timer))
     masks = [each.masks for each in run.config.objectives]
     max_new_tokens = run.sampling.max_new_tokens
-    samples = mark_samples(run, rollout_samples(rollouts, masks, max_new_tokens), state)
+    of_rollouts = without_teacher_terms(run, rollout_samples(rollouts, masks, max_new_tokens))
+    samples = mark_samples(run, of_rollouts, state)
     wait_for_rollouts = begin_scoring(run, samples, state.step)
     return rollouts, wait_for_rollouts() + wait_for_golden()
 
@@ -109,6 +111,48 @@ def sample_rollouts(
     rollouts = with_seeds(graded(run.grader, run.world, prompts, rollouts), run.sampling, step)
     refuse_episodes(run, rollouts)
     return rollouts
+
+
+def with_teacher_prompts(run: Run, rollouts: list[Rollout]) -> list[Rollout]:
+    """The rollouts, each with the prompt that `teacher.prompt.function` makes of it; no teacher
+    scores one for which it makes none. Collective.
+
+    Raises:
+        UserError: on all ranks, if it fails for more than half of a step's rollouts.
+    """
+    if run.rollout_prompts is None:
+        return rollouts
+    is_first = dist.get_rank(run.world.model_group) == 0
+    made = run.rollout_prompts.of(rollouts) if is_first else []
+    made = broadcast_object(made, run.world.model_group)
+    failures = [each.failure for each in made if each is not None and each.failure is not None]
+    counts = gather_objects((sum(each is not None for each in made), failures))
+    total, failed = sum(count for count, _ in counts), [why for _, each in counts for why in each]
+    if 2 * len(failed) > total:
+        raise UserError(
+            f"teacher.prompt.function failed for {len(failed)} of {total} rollouts; the first one: "
+            f"{failed[0]}; correct it, and start the command again"
+        )
+    return [
+        replace(rollout, prompt=_with_teacher_prompt(rollout.prompt, each and each.token_ids))
+        for rollout, each in zip(rollouts, made, strict=True)
+    ]
+
+
+def _with_teacher_prompt(prompt: Prompt, token_ids: tuple[int, ...] | None) -> Prompt:
+    use = replace(prompt.use, is_taught=token_ids is not None)
+    return replace(prompt, teacher_token_ids=token_ids, use=use)
+
+
+def without_teacher_terms(run: Run, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples, in which nothing is trained where no teacher scores a rollout, and its objective
+    has no policy term without one. The KL to the reference stays, as with other masks."""
+    return [
+        sample
+        if sample.is_taught or run.objective.each[sample.objective].trains_untaught
+        else replace(sample, trained=np.zeros_like(sample.trained))
+        for sample in samples
+    ]
 
 
 def refuse_episodes(run: Run, rollouts: Sequence[Rollout]) -> None:
@@ -174,12 +218,11 @@ def graded(
     # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
     if dist.get_rank(world.model_group) == 0:
         rollouts = grader.grade_rollouts(rollouts, by_source)
-    verdicts = broadcast_object(
-        [(rollout.reward, rollout.grading_failure) for rollout in rollouts], world.model_group
-    )
+    judged = [(each.reward, each.grading_failure, each.feedback) for each in rollouts]
+    verdicts = broadcast_object(judged, world.model_group)
     return [
-        replace(rollout, reward=reward, grading_failure=failure)
-        for rollout, (reward, failure) in zip(rollouts, verdicts, strict=True)
+        replace(rollout, reward=reward, grading_failure=failure, feedback=feedback)
+        for rollout, (reward, failure, feedback) in zip(rollouts, verdicts, strict=True)
     ]
 
 

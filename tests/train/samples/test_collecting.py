@@ -12,7 +12,7 @@ from stable_opd_mcore.data.samples import off_policy_slots
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.host.user_code import read_user_function
-from stable_opd_mcore.inputs.loading import restart_problem
+from stable_opd_mcore.inputs.restarts import restart_problem
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Turn
