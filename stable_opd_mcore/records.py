@@ -104,11 +104,16 @@ class Prompt:
     environment: str | None = field(default=None, compare=False)
     max_new_tokens: int | None = field(default=None, compare=False)  # of a turn; None: Sampling's
     # The messages that token_ids render, without data.system_prompt
-    messages: Sequence[Mapping[str, str]] = field(default=(), compare=False, repr=False)
+    messages: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     # The tools that token_ids name: data/tool_schemas.py
     tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     # Tokens of the golden turns, of which every other one is observed; (): golden_token_ids are one
     golden_turn_tokens: tuple[int, ...] = field(default=(), compare=False)
+    # The golden turns, and what comes between them
+    golden_messages: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
+    # Golden turns before the student's first one: they are in token_ids, or, with an environment,
+    # they are said to it (rollout/played_turns.py)
+    num_played: int = field(default=0, compare=False)
     use: Use = field(default=Use(), compare=False)
 
 

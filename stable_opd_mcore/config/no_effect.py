@@ -16,6 +16,7 @@ _OF_ROLLOUTS = (
     "objective.masks",
     "rollout.importance_correction",
     "rollout.max_staleness",
+    "rollout.prefix.by",
     "rollout.routing_replay",
     "sampling.horizon_start",
     "sampling.temperature",

@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from stable_opd_mcore.config.horizon import horizon_at, require_growth
+from stable_opd_mcore.config.prefix_settings import PrefixConfig
 from stable_opd_mcore.config.section import Section, Urls
 
 MAX_STALENESS = 8  # the largest rollout.max_staleness
@@ -122,6 +123,7 @@ class RolloutConfig(Section):
     save: Literal["all", "samples", "none"] = "all"
     """Which rollouts are written to `rollouts/`; `samples`: the first 16 of each step."""
     sglang: SglangConfig = SglangConfig()
+    prefix: PrefixConfig = PrefixConfig()
     max_staleness: int = Field(default=0, ge=0, le=MAX_STALENESS)
     """Most updates between the weights that sampled a response's first token and the update that
     trains on it. 0: on-policy. K: the rollouts of the next K steps are sampled while this step

@@ -286,6 +286,12 @@ class Config(Section):
 
     def _require_sources_fit(self) -> None:
         routes = self.teacher.routes if self.teacher else {}
+        begins = self.rollout.prefix.by == "golden"
+        if begins and not any(each.columns.golden == "all" for each in self.data.sources):
+            raise ValueError(
+                "rollout.prefix.by=golden, but no source has columns.golden=all, so no row has "
+                "several golden turns: set it where conversations do, or drop rollout.prefix"
+            )
         mixed = [
             each for each in self.data.sources if self.objective_of(each).name != "sft"
         ] or self.data.sources

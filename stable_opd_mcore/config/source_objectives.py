@@ -58,7 +58,8 @@ def objectives_refusal(config: Any) -> str | None:
 
 def objective_names(run: object, sources: object) -> str:
     """The names of a run's objectives, from its stored `objective.name` and `data.train`."""
-    listed = cast("list[Any]", sources) if isinstance(sources, list) else [{}]
+    none: list[Any] = [{}]
+    listed = cast("list[Any]", sources) if isinstance(sources, list) else none
     own = [cast("dict[str, Any]", each) for each in listed if isinstance(each, dict)]
-    names = [(each.get("objective") or {}).get("name", run) for each in own]
+    names: list[Any] = [(each.get("objective") or {}).get("name", run) for each in own]
     return " and ".join(dict.fromkeys(map(str, names or [run])))

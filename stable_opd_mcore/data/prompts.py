@@ -26,7 +26,7 @@ from stable_opd_mcore.data.tool_schemas import holds_schemas, refuse_unnamed
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt, Use
 
-Golden = Literal["none", "by_source", "required"]
+Golden = Literal["none", "optional", "by_source", "required"]
 _USE, _NO_USES = Use(), dict[str, Use]()
 _LOG = logging.getLogger(__name__)
 
@@ -114,7 +114,8 @@ class PromptSet:
                 many; 0 without rollouts.
             golden: "none": golden solutions are not encoded. "required": every row must have one.
                 "by_source": every row of a source must, unless its `columns.solution` is null. A
-                mapping has one of them for each source, by its name.
+                mapping has one of them for each source, by its name. "optional": those of rows
+                that have one are encoded.
             teacher: makes the teacher's prompts, of sources whose objective asks it.
             uses: what the run does with the rows of each source, by its name. Not given: they are
                 sampled and taught.
@@ -131,7 +132,9 @@ class PromptSet:
         rows = [_without_written_tools(row, config.system_prompt) for row in rows]
         texts = [_prompt_text(row, tokenizer, config, bridge) for row in rows]
         prompts = tokenizer.encode_many(texts)
-        golden_of = [golden[row.source] if isinstance(golden, Mapping) else golden for row in rows]
+        golden_of: list[Golden] = [
+            golden[row.source] if isinstance(golden, Mapping) else golden for row in rows
+        ]
         without = _sources_without_golden(config)
         goldens = _encode_golden(rows, texts, tokenizer, golden_of, bridge, without)
         is_taught = [teacher is not None and self._use(row).is_taught for row in rows]
@@ -188,6 +191,7 @@ class PromptSet:
             teacher_token_ids=None if own is None else tuple(own.tolist()),
             use=self._use(row),
             golden_turn_tokens=self._golden_turns[index],
+            golden_messages=row.golden_turns,
             environment=row.environment,
             max_new_tokens=row.max_new_tokens,
             messages=_messages(row, self._template),
@@ -309,7 +313,8 @@ def _encode_golden(
             parts_of.append([])
             continue
         turns = _golden_turns(row)
-        if not turns and (golden == "required" or row.source not in without):
+        may_lack = golden == "optional" or (golden == "by_source" and row.source in without)
+        if not turns and not may_lack:
             raise DataError(
                 f"{row.row_id}: no golden solution, which sft and mixture.lambda > 0 train on; "
                 "set data.train.columns.solution, or mixture.lambda=0; with mixture.lambda, rows "
@@ -330,7 +335,7 @@ def _encode_golden(
     for parts in parts_of:
         ids = chain(*((part.observed, [*next(said), *part.stop]) for part in parts))
         goldens.append([*ids][1:])  # the prompt stands before the first turn
-    if not any(goldens) and {*golden_of} != {"none"}:
+    if not any(goldens) and not {"none", "optional"}.issuperset(golden_of):
         raise DataError(
             "no row of data.train has a golden solution, which mixture.lambda > 0 trains on; set "
             "data.train.columns.solution, or mixture.lambda=0"

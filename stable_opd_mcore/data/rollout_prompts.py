@@ -156,14 +156,16 @@ def _messages(returned: object) -> list[Message]:
         returned = [{"role": "user", "content": returned}]
     given = cast("list[Any]", returned if isinstance(returned, list | tuple) else [None])
     messages: list[Message] = []
-    for message in given:
-        is_one = isinstance(message, Mapping) and {*message} == {"role", "content"}
-        if not is_one or message["role"] not in _ROLES or not isinstance(message["content"], str):
+    for each in given:
+        message = cast("Mapping[Any, Any]", each if isinstance(each, Mapping) else {})
+        role, content = message.get("role"), message.get("content")
+        is_plain = message.keys() == {"role", "content"} and isinstance(content, str)
+        if not is_plain or role not in _ROLES:
             raise InvalidValueError(
                 f"it returned {returned!r:.200}; expected None, a text, or a list of messages "
                 '[{"role": "user", "content": text}, ...]'
             )
-        messages.append({"role": message["role"], "content": plain_text(message["content"])})
+        messages.append({"role": role, "content": plain_text(str(content))})
     if not messages:
         raise InvalidValueError("it returned no messages; expected at least one, or None")
     return messages

@@ -26,5 +26,8 @@ def golden_of(objective: SourceObjectives) -> dict[str, Golden]:
         own = widest.each[place]
         of_all = not own.needs_rollouts or own.terms.settings.on_policy_fraction < 1
         golden: Golden = "required" if of_all else "by_source"
-        found[source_name(source)] = golden if own.needs_golden else "none"
+        # Golden turns that begin rollouts are needed of no row.
+        begins = config.rollout.prefix.by == "golden" and source.columns.golden == "all"
+        of_others: Golden = "optional" if begins else "none"
+        found[source_name(source)] = golden if own.needs_golden else of_others
     return found

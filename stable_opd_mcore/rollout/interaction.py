@@ -33,6 +33,7 @@ from stable_opd_mcore.rollout.environment_worker import Answer
 from stable_opd_mcore.rollout.environments import EnvironmentPool
 from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
 from stable_opd_mcore.rollout.noise import row_key
+from stable_opd_mcore.rollout.played_turns import joined, with_golden_turn
 
 # Metrics environment/...; failed episodes are counted as failures of grading, rollout/grading_*
 COUNTS = ("answers", "replays", "not_repeatable", "neutralised_tokens", "cut_tokens")
@@ -46,6 +47,7 @@ class _Asked(NamedTuple):
     key: Hashable
     episode: Episode
     sampling: Sampling
+    is_playing: bool = False  # its turns are golden ones, before the student's first
 
 
 @dataclass(eq=False)
@@ -92,7 +94,8 @@ class Interaction:
             seen.set_result(End(episode.turns[-1].finish_reason))
             return seen
         pool = self._pool(prompt.environment)
-        asked = _Asked(prompt.environment, _key(episode, sampling, step), episode, sampling)
+        key, plays = _key(episode, sampling, step), not episode.turns and prompt.num_played > 0
+        asked = _Asked(prompt.environment, key, episode, sampling, plays)
         if episode.turns:
             last = episode.turns[-1]
             answer = pool.say(asked.key, last.text, truncated=last.finish_reason == Ending.LENGTH)
@@ -149,11 +152,22 @@ class Interaction:
         try:
             answer = answered.result()
             what = None if answer is None else self._what_follows(asked, answer)
+            if isinstance(what, Observed) and asked.is_playing:
+                if len(asked.episode.turns) < asked.episode.prompt.num_played:
+                    return self._play(asked, what, seen)
+                what = joined(asked.episode, what, self._decoded)
             if isinstance(what, End) and answer is not None and not answer.is_last:
                 self._close(asked.environment, asked.key)
             seen.set_result(what)
         except BaseException as error:  # raised again where the observation is waited for
             seen.set_exception(error)
+
+    def _play(self, asked: _Asked, what: Observed, seen: Future[WhatFollows]) -> None:
+        """Say the next golden turn to the environment."""
+        played = with_golden_turn(asked.episode, what, self._decoded)
+        answer = self._pool(asked.environment).say(asked.key, played.turns[-1].text)
+        asked = asked._replace(episode=played)
+        answer.add_done_callback(partial(self._answered, asked, seen))
 
     def _what_follows(self, asked: _Asked, answer: Answer) -> Observed | End:
         if answer.failure is not None:
@@ -164,7 +178,7 @@ class Interaction:
             return End(Ending.STOP, answer.reward, **told)
         settings, finished = self.environments[asked.environment], asked.sampling.training_step
         most = settings.max_turns if finished is None else settings.turns_at(finished)
-        if len(asked.episode.turns) >= most:
+        if len(asked.episode.turns) >= most and not asked.is_playing:
             return End(Ending.TURNS, 0.0)
         try:
             observed = self._encoded(asked, answer, settings)

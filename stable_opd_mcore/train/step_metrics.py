@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from stable_opd_mcore.data.golden_prefix import prefix_metrics
 from stable_opd_mcore.data.responses import version_metrics
 from stable_opd_mcore.losses.token_weights import by_episode
 from stable_opd_mcore.metrics import Metrics, Same, reduce_over_ranks
@@ -36,6 +37,8 @@ def step_metrics(
     metrics = sample_metrics(episodes) | source_metrics(run.config, run.objective, episodes)
     if run.objective.needs_rollouts:
         own = own | measured(run, rollouts, run.sampling.max_new_tokens)
+        if run.config.rollout.prefix.by and dist.get_rank(run.world.model_group) == 0:
+            own = own | prefix_metrics(rollouts)
         max_staleness = run.config.rollout.max_staleness
         if max_staleness and dist.get_rank(run.world.model_group) == 0:
             own = own | version_metrics(rollouts, trained_version, max_staleness)

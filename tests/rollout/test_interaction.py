@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from stable_opd_mcore.config.environment_settings import EnvironmentConfig
+from stable_opd_mcore.config.prefix_settings import PrefixConfig
 from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
+from stable_opd_mcore.data.golden_prefix import with_prefix
 from stable_opd_mcore.data.samples import golden_samples, rollout_samples
 from stable_opd_mcore.data.thoughts import golden_response
 from stable_opd_mcore.endings import Ending
@@ -116,6 +118,19 @@ def test_a_golden_transcript_is_the_rollout_of_its_texts(name, interact, tmp_pat
         assert golden.places.tolist() == sampled.places.tolist()
         assert golden.turns.tolist() == sampled.turns.tolist()
         assert golden.num_prompt_tokens == sampled.num_prompt_tokens
+
+        for number in range(1, len(turns) // 2):  # it may also begin with golden turns
+            settings = PrefixConfig(by="golden", first=number, last=number)
+            read = with_prefix(prompt, settings, step=0, seed=0, room=500)
+            begins = replace(played, num_played=number)
+            episode = followed(interaction, Episode.begin(begins, number, 0))
+            assert episode.context.tolist() == list(read.token_ids)
+            roles = [[each["role"] for each in of] for of in (read.messages, turns[:-1])]
+            assert roles[0] == roles[1][: 2 * number + 1]
+            assert [each["role"] for each in episode.turns[0].messages] == roles[0]
+            (own,) = rollout_samples([said(episode, tokenizer, "end").rollout()])
+            assert own.num_prompt_tokens == len(prompt.token_ids)
+            assert own.places[0] == len(read.token_ids)
 
 
 def test_the_templates_own_history_begins_a_context_where_it_drops_thoughts(interact):

@@ -1,7 +1,9 @@
-"""A run on golden solutions of several turns, against one with a row for each turn."""
+"""Runs on golden turns: as solutions, against a row for each turn; and as the beginning of
+rollouts, against prompts that have them."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,14 +22,20 @@ def turns_of(number: int) -> list[dict[str, str]]:
 
 
 def golden_run(
-    directory: Path, name: str, golden: str, rows: list[object], **sections: object
+    directory: Path,
+    name: str,
+    golden: str,
+    rows: list[object],
+    rollout: Any = (),
+    **sections: object,
 ) -> None:
-    file = directory / f"{name}.jsonl"
+    file = directory / f"{name}_rows" / "rows.jsonl"
+    file.parent.mkdir()
     file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     columns = {"messages": "messages", "answer": None, "golden": golden}
     settings: dict[str, object] = {
         "data": {"train": {"path": str(file), "columns": columns}},
-        "rollout": {"prompts_per_step": len(rows), "samples_per_prompt": 2},
+        "rollout": {"prompts_per_step": len(rows), "samples_per_prompt": 2, **dict(rollout)},
         "sampling": {"max_new_tokens": 8},
         "train": {"steps": 2, "micro_batch_tokens": 192},
         "optimizer": {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"},
@@ -44,6 +52,10 @@ def runs(rank: int, world_size: int, directory: str) -> None:
     golden_run(home, "apart", "last", prefixes, **sft)
     gkd = {"name": "gkd", "on_policy_fraction": 0.5}
     golden_run(home, "gkd", "all", transcripts, objective=gkd)
+    begun = {"prefix": {"by": "golden", "first": 2}}  # all but the last golden turn
+    no_golden = {"mixture": {"lambda": 0.0}}
+    golden_run(home, "begun", "all", transcripts, begun, **no_golden)
+    golden_run(home, "asked", "last", transcripts, **no_golden)
 
 
 def test_all_golden_turns_train_as_a_row_for_each_turn_would(tmp_path):
@@ -53,3 +65,7 @@ def test_all_golden_turns_train_as_a_row_for_each_turn_would(tmp_path):
         for key in ("loss/sft", "grad_norm"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
     assert len(metrics_of(tmp_path / "gkd")) == 2
+    begun, asked = (metrics_of(tmp_path / name) for name in ("begun", "asked"))
+    of_prefix = {"share": 1, "turns_mean": 2, "accuracy": None}
+    for ours, theirs in zip(begun, asked, strict=True):
+        assert ours == theirs | {f"rollout/prefix_{key}": value for key, value in of_prefix.items()}

@@ -268,7 +268,8 @@ def measure_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
         own = SimpleNamespace(take_metrics=lambda *_: Metrics({"engine/noted": Sum(1)}))
         objective = SimpleNamespace(needs_rollouts=True, beta=0.0, golden_weight=0.0)
         parts = {"engine": own, "objective": objective, "world": world, "config": config}
-        run = SimpleNamespace(**parts, sampling=Sampling(max_new_tokens=8))
+        sampling = Sampling(max_new_tokens=8)
+        run = SimpleNamespace(**parts, sampling=sampling, rollout_prompts=None)
         names = "abcd" if tensor == 2 else "ac" if rank == 0 else "bd"
         own = [Rollout(Prompt(n, "", ()), 0, (5,), (0.0,), "stop", 0, reward=0.0) for n in names]
         metrics = step_metrics(run, own, facts_of([]), PhaseTimer(), trained_version=1)

@@ -15,6 +15,7 @@ import numpy as np
 import torch.distributed as dist
 
 from stable_opd_mcore.data.environment_names import turns_by_environment
+from stable_opd_mcore.data.golden_prefix import with_prefix
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.data.samples import (
     golden_samples,
@@ -74,6 +75,27 @@ def own_prompts(run: Run, state: TrainState, ahead: int = 0) -> list[Prompt]:
     return [replace(prompt, slot=slot) for prompt, slot in zip(prompts, slots, strict=True)]
 
 
+def prompts_to_sample(run: Run, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
+    """Those that rollouts are sampled for, with the turns that begin them (rollout.prefix)."""
+    config, most = run.config, run.config.longest_turn
+    windows = [run.prompts.window]
+    if run.prompts.teacher is not None and run.prompts.teacher.window is not None:
+        windows.append(run.prompts.teacher.window)
+    return [
+        with_prefix(
+            prompt,
+            config.rollout.prefix,
+            step=step,
+            seed=config.train.seed,
+            room=min(windows)
+            - max(len(prompt.token_ids), len(prompt.teacher_token_ids or ()))
+            - (prompt.max_new_tokens or most),
+        )
+        for prompt in prompts
+        if prompt.use.is_sampled
+    ]
+
+
 def _objective(run: Run, prompt: Prompt) -> Objective:
     return run.objective.each[prompt.use.objective]
 
@@ -90,7 +112,7 @@ def prefetch_rollouts(run: Run, state: TrainState) -> None:
         step = state.step + ahead
         budget = run.config.sampling.budget(step)
         run.engine.prefetch(
-            [each for each in own_prompts(run, state, ahead) if each.use.is_sampled],
+            prompts_to_sample(run, own_prompts(run, state, ahead), step),
             replace(run.sampling, max_new_tokens=budget, training_step=step),
             step=step,
             weight_version=state.weight_version + ahead,
@@ -105,7 +127,7 @@ def sample_rollouts(
     """
     if not run.objective.needs_rollouts:
         return []
-    prompts = [prompt for prompt in prompts if prompt.use.is_sampled]
+    prompts = prompts_to_sample(run, prompts, step)
     with timer.part("wait") if run.config.rollout.has_servers else nullcontext():
         rollouts = run.engine.generate(prompts, run.sampling, step=step)
     rollouts = with_seeds(graded(run.grader, run.world, prompts, rollouts), run.sampling, step)

@@ -62,7 +62,8 @@ def test_samples_have_the_masks_slots_and_off_policy_marks_of_the_objective(run)
         for name, fields in sections.items()
     }
     config = run.config.model_copy(update=changes)
-    objective = SimpleNamespace(needs_golden=True, needs_rollouts=True)
+    one = SimpleNamespace(needs_golden=True)
+    objective = SimpleNamespace(each=[one], needs_rollouts=True)
     gkd = replace(run, config=config, objective=objective)
 
     def collected(run):

@@ -1,0 +1,45 @@
+"""Settings of the turns that somebody else plays before the student's first one. Loads without
+torch."""
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from stable_opd_mcore.config.section import Section
+
+
+class PrefixConfig(Section):
+    """Turns that begin a rollout before the student's first one: docs/prefixes.md. All rollouts of
+    a prompt begin with the same ones, which have no loss."""
+
+    by: Literal["golden"] | None = None
+    """`golden`: the first of the row's golden turns. `null`: the student begins every rollout."""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the prompts that begin so; which ones is random."""
+    first: NonNegativeInt = 0
+    """Fewest such turns. Their number is random from here to `last`."""
+    last: PositiveInt | None = None
+    """Most such turns; `null`, or more than a row has: all but its last golden turn."""
+    decay_steps: PositiveInt | None = None
+    """Steps over which both numbers fall linearly to 0; `null`: they stay."""
+
+    @model_validator(mode="after")
+    def _usable(self) -> Self:
+        if self.by is None and self != PrefixConfig.model_construct():
+            given = ", ".join(self.model_dump(exclude_defaults=True))
+            raise ValueError(f"rollout.prefix has {given} without `by`: set by=golden, or drop it")
+        if self.last is not None and self.first > self.last:
+            raise ValueError(
+                f"rollout.prefix.first={self.first} exceeds rollout.prefix.last={self.last}; lower "
+                "it"
+            )
+        return self
+
+    def range_at(self, step: int, available: int) -> tuple[int, int]:
+        """Fewest and most turns in the step that follows `step` finished ones, of `available`."""
+        last = available if self.last is None else min(self.last, available)
+        kept, whole = 1, 1
+        if self.decay_steps is not None:
+            kept, whole = max(0, self.decay_steps - step), self.decay_steps
+        last = -(-last * kept // whole)
+        return min(self.first * kept // whole, last), last
