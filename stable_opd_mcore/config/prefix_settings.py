@@ -12,14 +12,16 @@ class PrefixConfig(Section):
     """Turns that begin a rollout before the student's first one: docs/prefixes.md. All rollouts of
     a prompt begin with the same ones, which have no loss."""
 
-    by: Literal["golden"] | None = None
-    """`golden`: the first of the row's golden turns. `null`: the student begins every rollout."""
+    by: Literal["golden", "teacher"] | None = None
+    """`golden`: the first of the row's golden turns. `teacher`: turns that a served teacher samples
+    in the environment. `null`: the student begins every rollout."""
     share: float = Field(default=1.0, gt=0, le=1)
     """Share of the prompts that begin so; which ones is random."""
     first: NonNegativeInt = 0
     """Fewest such turns. Their number is random from here to `last`."""
     last: PositiveInt | None = None
-    """Most such turns; `null`, or more than a row has: all but its last golden turn."""
+    """Most such turns; `null`, or more than a row has: all but its last golden turn. Required with
+    `by: teacher`."""
     decay_steps: PositiveInt | None = None
     """Steps over which both numbers fall linearly to 0; `null`: they stay."""
 
@@ -27,7 +29,14 @@ class PrefixConfig(Section):
     def _usable(self) -> Self:
         if self.by is None and self != PrefixConfig.model_construct():
             given = ", ".join(self.model_dump(exclude_defaults=True))
-            raise ValueError(f"rollout.prefix has {given} without `by`: set by=golden, or drop it")
+            raise ValueError(
+                f"rollout.prefix has {given} without `by`: set by=golden or by=teacher, or drop it"
+            )
+        if self.by == "teacher" and self.last is None:
+            raise ValueError(
+                "rollout.prefix.by=teacher without rollout.prefix.last: no row says how many turns "
+                "a teacher could play; set last"
+            )
         if self.last is not None and self.first > self.last:
             raise ValueError(
                 f"rollout.prefix.first={self.first} exceeds rollout.prefix.last={self.last}; lower "

@@ -271,6 +271,7 @@ class Config(Section):
         if reason := objectives_refusal(self):
             raise ValueError(reason)
         self._require_sources_fit()
+        self._require_prefix_fits()
         self._require_environments_fit()
         self._require_guard_fits()
         for key, weight, section in (
@@ -286,12 +287,6 @@ class Config(Section):
 
     def _require_sources_fit(self) -> None:
         routes = self.teacher.routes if self.teacher else {}
-        begins = self.rollout.prefix.by == "golden"
-        if begins and not any(each.columns.golden == "all" for each in self.data.sources):
-            raise ValueError(
-                "rollout.prefix.by=golden, but no source has columns.golden=all, so no row has "
-                "several golden turns: set it where conversations do, or drop rollout.prefix"
-            )
         mixed = [
             each for each in self.data.sources if self.objective_of(each).name != "sft"
         ] or self.data.sources
@@ -307,6 +302,20 @@ class Config(Section):
                     f"data.train: teacher {source.teacher!r} of {source.path} is not a key of "
                     f"teacher.routes; name one of these: {', '.join(routes) or 'none'}"
                 )
+
+    def _require_prefix_fits(self) -> None:
+        by, asked = self.rollout.prefix.by, any(each.asks_teacher for each in self.objectives)
+        is_served = self.teacher is not None and self.teacher.is_served and asked
+        if by == "teacher" and not (is_served and self.has_environment):
+            raise ValueError(
+                "rollout.prefix.by=teacher needs an environment and a served teacher that an "
+                "objective asks: set environment.function and teacher.engine=sglang, or by=golden"
+            )
+        if by == "golden" and all(each.columns.golden != "all" for each in self.data.sources):
+            raise ValueError(
+                "rollout.prefix.by=golden, but no source has columns.golden=all, so no row has "
+                "several golden turns: set it where conversations do, or drop rollout.prefix"
+            )
 
     def _require_environments_fit(self) -> None:
         minutes = self.fault.watchdog_minutes or LARGEST_WATCHDOG_MINUTES

@@ -61,5 +61,6 @@ def objective_names(run: object, sources: object) -> str:
     none: list[Any] = [{}]
     listed = cast("list[Any]", sources) if isinstance(sources, list) else none
     own = [cast("dict[str, Any]", each) for each in listed if isinstance(each, dict)]
-    names: list[Any] = [(each.get("objective") or {}).get("name", run) for each in own]
+    settings = [cast("dict[str, Any]", each.get("objective") or {}) for each in own]
+    names: list[Any] = [each.get("name", run) for each in settings]
     return " and ".join(dict.fromkeys(map(str, names or [run])))

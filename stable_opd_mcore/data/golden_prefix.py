@@ -1,8 +1,8 @@
-"""Rollouts that begin with some of the row's golden turns: `rollout.prefix` (docs/prefixes.md).
+"""Rollouts that begin with turns of others: `rollout.prefix` (docs/prefixes.md).
 
-Without an environment these turns, and what was observed between them, are a part of the prompt:
-the student reads them and samples one turn. With an environment they are only counted here; they
-are said to it, and it answers them (rollout/played_turns.py).
+Golden turns without an environment, and what was observed between them, are a part of the prompt:
+the student reads them and samples one turn. With an environment the turns are only counted here;
+they are said to it, and it answers them (rollout/played_turns.py).
 """
 
 import random
@@ -18,7 +18,7 @@ from stable_opd_mcore.records import Prompt, Rollout
 def with_prefix(
     prompt: Prompt, settings: PrefixConfig, *, step: int, seed: int, room: int
 ) -> Prompt:
-    """The prompt of a slot with its first golden turns; unchanged where it begins with none.
+    """The prompt of a slot with the turns that begin it; unchanged where none do.
 
     The number of turns is a function of seed and slot, so all samples begin alike, and a run that
     resumes continues alike.
@@ -27,10 +27,14 @@ def with_prefix(
         step: the finished steps, on which the number of turns may depend.
         room: the most tokens that the turns and what is observed may have; fewer turns are taken.
     """
-    if settings.by is None or not prompt.golden_turn_tokens or not prompt.use.is_sampled:
+    if settings.by is None or not prompt.use.is_sampled:
         return prompt
-    lengths = prompt.golden_turn_tokens  # of turns and observations, one after the other
-    fewest, most = settings.range_at(step, len(lengths) // 2)
+    # Tokens of turns and observations, one after the other; a teacher's turns are not known yet.
+    lengths = prompt.golden_turn_tokens if settings.by == "golden" else ()
+    available = len(lengths) // 2
+    if settings.by == "teacher" and prompt.environment is not None:
+        available = settings.last or 0
+    fewest, most = settings.range_at(step, available)
     chosen = random.Random(f"prefix/{seed}/{prompt.slot}")
     is_chosen, turns = chosen.random() < settings.share, chosen.randint(fewest, most)
     while turns and sum(lengths[: 2 * turns]) > room:
@@ -52,7 +56,7 @@ def with_prefix(
 
 
 def prefix_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """How many of these rollouts began with golden turns, and what those were worth."""
+    """How many of these rollouts began with turns of others, and what those were worth."""
     begun = [rollout for rollout in rollouts if rollout.prompt.num_played]
     graded = [rollout.reward for rollout in begun if rollout.reward is not None]
     turns = sum(rollout.prompt.num_played for rollout in begun)

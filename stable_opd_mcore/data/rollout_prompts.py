@@ -159,7 +159,7 @@ def _messages(returned: object) -> list[Message]:
     for each in given:
         message = cast("Mapping[Any, Any]", each if isinstance(each, Mapping) else {})
         role, content = message.get("role"), message.get("content")
-        is_plain = message.keys() == {"role", "content"} and isinstance(content, str)
+        is_plain = {*message} == {"role", "content"} and isinstance(content, str)
         if not is_plain or role not in _ROLES:
             raise InvalidValueError(
                 f"it returned {returned!r:.200}; expected None, a text, or a list of messages "

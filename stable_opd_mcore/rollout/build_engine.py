@@ -19,6 +19,7 @@ from stable_opd_mcore.records import Sampling
 from stable_opd_mcore.rollout.embedded import EmbeddedEngine
 from stable_opd_mcore.rollout.engine import RolloutEngine
 from stable_opd_mcore.rollout.interaction import Interaction
+from stable_opd_mcore.rollout.played_turns import TeacherTurns
 from stable_opd_mcore.rollout.replay import replay_engine
 from stable_opd_mcore.rollout.sglang.build import build_sglang_engine
 from stable_opd_mcore.serving.teacher import ServedTeacher
@@ -51,6 +52,8 @@ def build_engine(
     if config.rollout.engine == "replay":
         return replay_engine(config)
     interaction = build_interaction(config, chunks, tokenizer, teacher_tokenizer, progress)
+    if config.rollout.prefix.by == "teacher" and teacher is not None:
+        interaction.teacher_turns = TeacherTurns(teacher, tokenizer.stop_token_ids)
     if config.rollout.engine == "sglang":
         return build_sglang_engine(
             config,

@@ -26,14 +26,20 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import Message, with_system
 from stable_opd_mcore.data.tool_schemas import Tool, parse_tools, refuse_unnamed
 from stable_opd_mcore.endings import Ending
-from stable_opd_mcore.errors import DataError
+from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.metrics import Metrics, Sum
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.environment_worker import Answer
 from stable_opd_mcore.rollout.environments import EnvironmentPool
 from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
 from stable_opd_mcore.rollout.noise import row_key
-from stable_opd_mcore.rollout.played_turns import joined, with_golden_turn
+from stable_opd_mcore.rollout.played_turns import (
+    PlayedTurn,
+    TeacherTurns,
+    golden_turn,
+    joined,
+    with_turn,
+)
 
 # Metrics environment/...; failed episodes are counted as failures of grading, rollout/grading_*
 COUNTS = ("answers", "replays", "not_repeatable", "neutralised_tokens", "cut_tokens")
@@ -47,7 +53,8 @@ class _Asked(NamedTuple):
     key: Hashable
     episode: Episode
     sampling: Sampling
-    is_playing: bool = False  # its turns are golden ones, before the student's first
+    step: int
+    is_playing: bool = False  # its turns are those before the student's first
 
 
 @dataclass(eq=False)
@@ -68,6 +75,7 @@ class Interaction:
         None  # the beginning of the paths of the workers' files; see EnvironmentPool
     )
     progress: Callable[[], None] = lambda: None  # called whenever an environment has answered
+    teacher_turns: TeacherTurns | None = None  # play Prompt.num_played turns; None: golden ones do
 
     def __post_init__(self) -> None:
         self._pools: dict[str, EnvironmentPool] = {}  # one is made for its first episode
@@ -95,7 +103,7 @@ class Interaction:
             return seen
         pool = self._pool(prompt.environment)
         key, plays = _key(episode, sampling, step), not episode.turns and prompt.num_played > 0
-        asked = _Asked(prompt.environment, key, episode, sampling, plays)
+        asked = _Asked(prompt.environment, key, episode, sampling, step, plays)
         if episode.turns:
             last = episode.turns[-1]
             answer = pool.say(asked.key, last.text, truncated=last.finish_reason == Ending.LENGTH)
@@ -163,11 +171,32 @@ class Interaction:
             seen.set_exception(error)
 
     def _play(self, asked: _Asked, what: Observed, seen: Future[WhatFollows]) -> None:
-        """Say the next golden turn to the environment."""
-        played = with_golden_turn(asked.episode, what, self._decoded)
-        answer = self._pool(asked.environment).say(asked.key, played.turns[-1].text)
-        asked = asked._replace(episode=played)
-        answer.add_done_callback(partial(self._answered, asked, seen))
+        """Have the teacher, or the golden solution, play the next turn."""
+        turn, number = Future[PlayedTurn](), len(asked.episode.turns)
+        opened = asked._replace(episode=asked.episode.after(what))
+        if self.teacher_turns is None:
+            turn.set_result(golden_turn(asked.episode.prompt, number))
+        else:
+            turn = self.teacher_turns.ask(opened.episode, asked.sampling, asked.step)
+        turn.add_done_callback(partial(self._say_played, opened, seen))
+
+    def _say_played(
+        self, asked: _Asked, seen: Future[WhatFollows], turn: Future[PlayedTurn]
+    ) -> None:
+        """Say a turn that was played to the environment."""
+        try:
+            played = with_turn(asked.episode, turn.result(), self._decoded)
+            last = played.turns[-1]
+            pool, truncated = self._pool(asked.environment), last.finish_reason == Ending.LENGTH
+            answer = pool.say(asked.key, last.text, truncated=truncated)
+            asked = asked._replace(episode=played)
+            answer.add_done_callback(partial(self._answered, asked, seen))
+        except UserError as error:  # the teacher is lost, which ends the step on all ranks
+            self._note_failure(asked, f"the teacher played no turn: {error}")
+            self._close(asked.environment, asked.key)
+            seen.set_result(End(Ending.FAILED, 0.0, "crash"))
+        except BaseException as error:  # raised again where the observation is waited for
+            seen.set_exception(error)
 
     def _what_follows(self, asked: _Asked, answer: Answer) -> Observed | End:
         if answer.failure is not None:

@@ -33,13 +33,14 @@ from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.records import Sample, SequenceScores
+from stable_opd_mcore.records import Sample, Sampling, SequenceScores
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.api_key import read_api_key
 from stable_opd_mcore.serving.client import (
@@ -49,7 +50,7 @@ from stable_opd_mcore.serving.client import (
     pause_seconds,
 )
 from stable_opd_mcore.serving.idle_clock import IdleClock
-from stable_opd_mcore.serving.requests import Scoring
+from stable_opd_mcore.serving.requests import Completion, Generation, Request, Scoring
 
 _MAX_IN_FLIGHT = 64  # a rank's requests: the time-out counts while a request waits in a server
 _SELF_TEST_TOP_K = 8
@@ -76,10 +77,10 @@ class _Asked:
 
     route: str
     clients: Sequence[SglangClient]  # tried in this order
-    request: Scoring
+    request: Request[Any]
     selected: NDArray[np.int32] | None = None  # which of the scores are the answer; None: all
     failures: int = 0
-    reply: Future[SequenceScores] = field(default_factory=Future)
+    reply: Future[Any] = field(default_factory=Future)
 
 
 @dataclass(eq=False)
@@ -97,6 +98,7 @@ class ServedTeacher:
     wanted: Callable[[int], Wanted] = lambda _: Wanted()  # gets the step, see `ask`
     # source of a prompt -> the key of its teacher in teacher.routes; not read without routes
     route_of: Mapping[str, str] = field(default_factory=dict[str, str])
+    stop_ids: tuple[int, ...] = ()  # that end its own turns
     patience_seconds: float = timeouts.TEACHER_PATIENCE
     progress: Callable[[], None] = lambda: None  # called from other threads after each answer
 
@@ -138,8 +140,7 @@ class ServedTeacher:
         The teacher of its prompt's source reads the whole sequence, after the teacher's prompt if
         it has one.
         """
-        source = sample.prompt_id.rpartition(":")[0]
-        route = _ANY if _ANY in self._clients else self.route_of.get(source, source)
+        route = self._route(sample.prompt_id)
         sequence, start = sample.token_ids, sample.num_prompt_tokens
         selected = sample.places - start
         if sample.teacher_prompt_token_ids is not None:
@@ -149,6 +150,20 @@ class ServedTeacher:
         wanted = self.wanted(step)
         request = Scoring(sequence, start, self.vocab_size, wanted.top_k, wanted.extra_ids)
         return self._submit(route, self._clients[route], request, selected)
+
+    def play(
+        self, prompt_id: str, token_ids: Sequence[int], sampling: Sampling
+    ) -> Future[Completion]:
+        """Begin to sample a turn of the teacher's after these tokens. From any thread."""
+        route = self._route(prompt_id)
+        return self._submit(
+            route, self._clients[route], Generation(token_ids, sampling, self.vocab_size)
+        )
+
+    def _route(self, prompt_id: str) -> str:
+        """The key of the teacher of a prompt's source."""
+        source = prompt_id.rpartition(":")[0]
+        return _ANY if _ANY in self._clients else self.route_of.get(source, source)
 
     def wait(self, replies: Sequence[Future[SequenceScores]]) -> list[SequenceScores | None]:
         """The scores, when all are there; when the teacher is lost meanwhile, some are None."""
@@ -216,9 +231,9 @@ class ServedTeacher:
         self,
         route: str,
         clients: Sequence[SglangClient],
-        request: Scoring,
+        request: Request[Any],
         selected: NDArray[np.int32] | None = None,
-    ) -> Future[SequenceScores]:
+    ) -> Future[Any]:
         first = next(self._turn) % len(clients)
         asked = _Asked(route, [*clients[first:], *clients[:first]], request, selected)
         with self._lock:
@@ -241,13 +256,14 @@ class ServedTeacher:
 
     def _send(self, asked: _Asked, delay_seconds: float = 0.0) -> None:
         client = asked.clients[asked.failures % len(asked.clients)]
-        sent = client.submit(asked.request, timeouts.SCORE, delay_seconds)
+        seconds = timeouts.SCORE if isinstance(asked.request, Scoring) else None
+        sent = client.submit(asked.request, seconds, delay_seconds)
         self.idle.count(client.url, 1)
         sent.add_done_callback(partial(self._receive, asked, client))
 
     # ---- receiving, in the thread that reads replies
 
-    def _receive(self, asked: _Asked, client: SglangClient, sent: Future[SequenceScores]) -> None:
+    def _receive(self, asked: _Asked, client: SglangClient, sent: Future[Any]) -> None:
         self.idle.count(client.url, -1)
         with self._lock:
             try:

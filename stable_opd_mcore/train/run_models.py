@@ -179,6 +179,7 @@ class RunModels:
             temperature=self.objective.temperature,
             wanted=lambda step: of_overlap if overlap_is_due(step + 1) else of_loss,
             route_of={source: route or source for source, route in names.items()},
+            stop_ids=overlap.teacher.stop_ids if overlap is not None else (),
             progress=self.progress,
         )
         served.self_test(range(min(64, self.vocab_size)))

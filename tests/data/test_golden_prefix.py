@@ -66,7 +66,10 @@ def test_the_number_of_turns_is_random_by_slot_and_falls_to_zero():
 @pytest.mark.parametrize(
     ("prefix", "message"),
     [
-        ({"first": 2}, "rollout.prefix has first without `by`: set by=golden, or drop it"),
+        (
+            {"first": 2},
+            "rollout.prefix has first without `by`: set by=golden or by=teacher, or drop",
+        ),
         ({"by": "golden", "first": 3, "last": 2}, "first=3 exceeds rollout.prefix.last=2; lower"),
         ({"by": "golden"}, "rollout.prefix.by=golden, but no source has columns.golden=all"),
     ],

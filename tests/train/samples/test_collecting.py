@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from stable_opd_mcore.config.objective_settings import TokenMasksConfig
+from stable_opd_mcore.config.prefix_settings import PrefixConfig
 from stable_opd_mcore.data.samples import off_policy_slots
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
@@ -32,9 +33,10 @@ def test_an_objective_without_rollouts_samples_none(run):
 
 
 def test_prefetch_asks_for_the_prompts_of_this_rank_step_by_step(run):
-    rollout = SimpleNamespace(max_staleness=2, prompts_per_step=3)
-    steps = SimpleNamespace(steps=5)
-    config = SimpleNamespace(rollout=rollout, train=steps, sampling=run.config.sampling)
+    rollout = SimpleNamespace(max_staleness=2, prompts_per_step=3, prefix=PrefixConfig())
+    steps = SimpleNamespace(steps=5, seed=0)
+    parts = {"train": steps, "sampling": run.config.sampling, "longest_turn": 24}
+    config = SimpleNamespace(rollout=rollout, **parts)
     world = SimpleNamespace(data_rank=1, data_size=2)
     engine = Recorder(run.engine)
     ahead = replace(run, config=config, world=world, engine=engine)
@@ -88,7 +90,7 @@ def test_samples_have_the_masks_slots_and_off_policy_marks_of_the_objective(run)
     changes["objective"] = run.config.objective
     everywhere = replace(gkd, config=run.config.model_copy(update=changes))
     assert not any(s.off_policy for s in collected(everywhere))
-    objective.needs_golden = False
+    one.needs_golden = False
     assert {s.kind for s in collected(gkd)} == {"rollout"}
 
 
