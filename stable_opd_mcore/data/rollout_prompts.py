@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import numpy as np
+
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.endings import Ending
@@ -23,6 +25,7 @@ from stable_opd_mcore.metrics import Mean, Metrics, Sum
 from stable_opd_mcore.records import Prompt, Rollout
 
 _LOG = logging.getLogger(__name__)
+_EXAMPLES = (("A wrong attempt.", 0.0, "What is wrong."), ("A right attempt.", 1.0, None))
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -99,6 +102,20 @@ class RolloutPrompts:
                 others = told[:number] + told[number + 1 :]
                 found[place] = self._made(rollouts[place], told[number], others)
         return found
+
+    def example(self, prompt: Prompt) -> str | None:
+        """The prompt of a wrong rollout with feedback and a right sibling, special tokens included,
+        or why the function fails on it; None if it makes none."""
+        none = np.empty(0)
+        wrong, right = (
+            Rollout(prompt, number, none, none, Ending.STOP, 0, text, reward, feedback=feedback)
+            for number, (text, reward, feedback) in enumerate(_EXAMPLES)
+        )
+        made = self._made(wrong, Told.of(wrong), [Told.of(right)])
+        self._counts.clear()
+        if made.token_ids is None:
+            return made.failure and f"teacher.prompt.function fails on an example: {made.failure}"
+        return "".join(self._tokenizer.pieces(made.token_ids))
 
     def take_metrics(self) -> Metrics:
         """`teacher_prompt/*` of the rollouts since the last call, of this process."""

@@ -24,6 +24,7 @@ from stable_opd_mcore.inputs.loading import (
     configured_architecture,
     load_held_out,
     load_prompts,
+    load_rollout_prompts,
     load_teacher_tokenizer,
     load_tokenizer,
     teacher_stop_ids,
@@ -242,9 +243,13 @@ class RunInputs:
 
     @property
     def teacher_example(self) -> str | None:
-        """teacher.prompt of the same problem; None without one, or if `train` refuses the rows."""
+        """teacher.prompt of the same problem; None without one, or if `train` refuses the rows. A
+        function makes it of a wrong rollout with a right sibling."""
         try:
             own, ids = self.prompts.teacher, self.prompts[0].teacher_token_ids
+            made = load_rollout_prompts(self.config, self.tokenizer, self.objective)
         except UserError:
             return None
+        if made is not None:
+            return made.example(self.prompts[0])
         return None if own is None or ids is None else own.decode(ids)

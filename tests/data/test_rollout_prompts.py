@@ -121,3 +121,5 @@ def test_the_examples_put_what_is_known_at_the_end_of_the_prompt():
         assert f"user\n1+1\n\n{note}\n\nNow solve it in your own words.<|im_end|>" in text
         assert "system\nBe brief.<|im_end|>" in text
         assert second.token_ids is second.failure is None
+        shown = RolloutPrompts(function, tokenizer, None, None).example(group[0].prompt)
+        assert note.split("\n")[0] in shown.split("1+1\n\n")[1]
