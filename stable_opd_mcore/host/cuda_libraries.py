@@ -33,6 +33,7 @@ _SEARCHED_FIRST = {"CUDNN_HOME": "libcudnn", "NVRTC_HOME": "libnvrtc", "CURAND_H
 # In an environment without pip's libraries, as conda's, a second copy of these is a fault.
 _LOADED_ONCE = ("libcudart", "libcudnn", "libnccl", "libcublas", "libnvrtc")
 _FAILED = "the process failed: "
+TOO_SLOW = f"{_FAILED}importing"  # begins the error of a process that took too long
 # It loads the CUDA toolkit's runtime next to torch's, on purpose (its _preload_cuda_library).
 SGLANG_KERNELS = "sgl_kernel"
 
@@ -121,7 +122,7 @@ def read_report(
             [*command, *modules], env=environment, capture_output=True, text=True, timeout=seconds
         )
     except subprocess.TimeoutExpired:
-        return Report(import_error=f"{_FAILED}importing {' '.join(modules)} took {seconds:g} s")
+        return Report(import_error=f"{TOO_SLOW} {' '.join(modules)} took {seconds:g} s")
     except OSError as error:
         return Report(import_error=f"{_FAILED}{error}")
     lines = answer.stdout.splitlines()

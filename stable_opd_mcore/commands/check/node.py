@@ -22,7 +22,7 @@ from stable_opd_mcore.config.rollouts import SglangConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host import cuda_libraries
 from stable_opd_mcore.host.cuda_driver import Driver, find_driver, unusable_gpus
-from stable_opd_mcore.host.cuda_libraries import SGLANG_KERNELS, Report, read_report
+from stable_opd_mcore.host.cuda_libraries import SGLANG_KERNELS, TOO_SLOW, Report, read_report
 from stable_opd_mcore.host.kernel_compilers import Faults, compiler_faults
 from stable_opd_mcore.host.machine_share import gpu_faults, machine_faults, visible_gpus
 from stable_opd_mcore.host.releases import release_numbers
@@ -99,13 +99,8 @@ def _common_faults(
     who: str, python: str, report: Report, driver: Driver | None
 ) -> Iterator[tuple[str, str]]:
     if report.import_error:
-        path = os.environ.get("PYTHONPATH") if python == sys.executable else None
-        first = f"unset PYTHONPATH={path}, or " if path else ""
-        yield (
-            f"{who} imports",
-            f"{python}: {report.import_error}; {first}install its environment again "
-            "(docs/cluster.md, section 1)",
-        )
+        remedy = _import_remedy(report.import_error, python == sys.executable)
+        yield f"{who} imports", f"{python}: {report.import_error}; {remedy}"
     elif driver is not None and not report.num_gpus:
         line = unusable_gpus(driver, report.torch, report.cuda, report.no_gpu_reason)
         yield "gpu unusable", line  # by its kind a fault of one node, as slurm/nodes.py reads it
@@ -122,6 +117,17 @@ def _common_faults(
             f"{report.python_header} is missing, with which Triton compiles: install "
             f"{Path(report.python_header).parent.name}-dev (apt) or -devel (dnf)",
         )
+
+
+def _import_remedy(error: str, is_trainers: bool) -> str:
+    if TOO_SLOW in error:
+        return "start it again: files that have been read once are read faster"
+    if "libcuda.so.1" in error:
+        place = "the driver's library is not where the loader looks"
+        return f"{place}: run ldconfig as root, or put its folder in LD_LIBRARY_PATH"
+    path = os.environ.get("PYTHONPATH") if is_trainers else None
+    first = f"unset PYTHONPATH={path}, or " if path else ""
+    return f"{first}install its environment again (docs/cluster.md, section 1)"
 
 
 def main() -> int:

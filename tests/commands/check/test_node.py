@@ -12,7 +12,7 @@ import torch
 
 from stable_opd_mcore.commands.check import node
 from stable_opd_mcore.host.cuda_driver import Driver
-from stable_opd_mcore.host.cuda_libraries import Report
+from stable_opd_mcore.host.cuda_libraries import TOO_SLOW, Report
 from tests.host.nvidia_smi import write_nvidia_smi
 
 HEALTHY = Report(
@@ -67,6 +67,16 @@ def test_a_healthy_node_has_no_fault(faults):
             {"import_error": "the process failed: libcudart.so.13: cannot open"},
             "servers' imports",
             ["libcudart.so.13: cannot open; install", "docs/cluster.md"],
+        ),
+        (
+            {"import_error": "OSError: libcuda.so.1: cannot open shared object file"},
+            "servers' imports",
+            ["the driver's library is not where the loader looks: run ldconfig"],
+        ),
+        (
+            {"import_error": f"{TOO_SLOW} torch took 300 s"},
+            "servers' imports",
+            ["torch took 300 s; start it again"],
         ),
         (
             {"import_error": "ModuleNotFoundError: No module named 'sgl_kernel'"},
