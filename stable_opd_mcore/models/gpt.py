@@ -74,6 +74,9 @@ def build_model(
     for chunk in chunks:
         chunk.train(trainable)
         chunk.requires_grad_(trainable)
+    for _, weight, entry in described_parameters(chunks):
+        if entry.is_fixed:
+            weight.requires_grad_(False)
     return chunks
 
 
@@ -121,7 +124,7 @@ def transformer_config(
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
-        ffn_hidden_size=architecture.ffn_hidden_size,
+        ffn_hidden_size=architecture.mlp_width,
         num_attention_heads=architecture.num_attention_heads,
         num_query_groups=architecture.num_key_value_heads,
         kv_channels=architecture.head_dim,
@@ -132,7 +135,7 @@ def transformer_config(
         **_attention_config(architecture),
         **_activation_config(architecture.family, fused=fused),
         layernorm_zero_centered_gamma=architecture.family.zero_centred_norms,
-        hetereogenous_dist_checkpoint=architecture.delta_net is not None,  # Megatron's spelling
+        hetereogenous_dist_checkpoint=architecture.has_unlike_layers,  # Megatron's spelling
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=architecture.initializer_range,
@@ -227,13 +230,15 @@ def _recompute_config(architecture: Architecture, recompute: Recompute) -> dict[
         }
     # Megatron's default, the attention, keeps nothing large when it is fused; norms are fused into
     # Transformer Engine's linear layers. The MLP keeps most of a layer's activations.
-    modules = ["moe" if architecture.experts else "mlp"]
+    modules = ["moe"] if architecture.experts else ["mlp"]
+    if architecture.num_dense_layers:
+        modules.append("mlp")
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
 def _experts_config(architecture: Architecture, world: World) -> dict[str, Any]:
     """Megatron's settings of the routers and experts; nothing for a dense model."""
-    experts = architecture.experts
+    experts, family = architecture.experts, architecture.family
     if experts is None:
         return {}
     return {
@@ -242,7 +247,8 @@ def _experts_config(architecture: Architecture, world: World) -> dict[str, Any]:
         "moe_router_topk": experts.per_token,
         "moe_router_pre_softmax": not experts.normalised,
         "moe_shared_expert_intermediate_size": experts.shared_width,
-        "moe_shared_expert_gate": experts.shared_width is not None,
+        "moe_shared_expert_gate": bool(experts.shared_width) and family.shared_expert_gate,
+        "moe_router_topk_scaling_factor": None if experts.scale == 1.0 else experts.scale,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -300,7 +306,7 @@ def _set_rotary(chunk: HiddenStatesGPTModel, dtype: torch.dtype, device: torch.d
     """Give the chunk the rotary positions of its architecture, and its layers their choice."""
     architecture = chunk.architecture
     frequencies = [rotary.frequencies() for rotary in architecture.rotaries()]
-    if not transformer_engine_is_usable():
+    if architecture.latent is not None or not transformer_engine_is_usable():
         chunk.rotary_pos_emb = RotaryByPosition(frequencies, dtype)
     else:
         of_first = chunk.rotary_pos_emb

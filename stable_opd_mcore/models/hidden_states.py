@@ -23,6 +23,7 @@ from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.layers.attention import PackedSequences
 from stable_opd_mcore.models.layers.gated_delta_net import has_kernels
 from stable_opd_mcore.models.layers.rotary import RotaryByPosition
+from stable_opd_mcore.models.spec import transformer_engine_is_usable
 from stable_opd_mcore.records import MicroBatch
 
 
@@ -133,7 +134,7 @@ def _packed_sequences(microbatch: MicroBatch, model: HiddenStatesGPTModel) -> Pa
     }
     # A gated delta net in plain torch needs rectangles, also with Transformer Engine's attention.
     has_rectangles = model.architecture.delta_net is not None and not has_kernels()
-    if has_rectangles or isinstance(model.rotary_pos_emb, RotaryByPosition):
+    if has_rectangles or not transformer_engine_is_usable():
         return PackedSequences.of(microbatch.cu_seqlens, microbatch.positions_T, group, **described)
     if group.size() > 1:  # Transformer Engine needs both; here a sequence's end includes padding
         described["cu_seqlens_q_padded"] = described["cu_seqlens_kv_padded"] = microbatch.cu_seqlens

@@ -78,7 +78,7 @@ def adapt(chunks: Sequence[Module], lora: LoraConfig, seed: int = 0) -> None:
             hook = model.get_submodule(name).register_forward_hook(partial(add_to_output, each))
             for factors in each:
                 factors.hook = hook
-        if model.pre_process and model.config.recompute_granularity == "full":
+        if model.pre_process and model.config.recompute_granularity is not None:
             model.embedding.register_forward_hook(_require_gradient)
     fill_factors(chunks, lambda name, which, shape: _first_value(name, which, shape, seed))
 

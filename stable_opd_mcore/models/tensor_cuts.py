@@ -14,7 +14,7 @@ from torch import Tensor
 from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.tensors import Grouped, Layout, Parameter, hf_shape
 
-_UNCUT = ("whole", "expert_gate_up", "expert_down")
+_UNCUT = ("whole", "replicated", "expert_gate_up", "expert_down")
 
 
 def own_parts(

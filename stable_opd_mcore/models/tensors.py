@@ -15,6 +15,7 @@ from typing import Literal
 from stable_opd_mcore.models.description.architecture import Architecture
 
 # whole: the same on every rank
+# replicated: so too, of a matrix that multiplies a rank's tokens
 # rows, columns: cut along dimension 0, 1
 # qkv: heads interleaved by key-value group, then cut
 # gated_qkv: qkv where q_proj holds a query and a gate for each head; a parameter has all queries of
@@ -27,7 +28,8 @@ from stable_opd_mcore.models.description.architecture import Architecture
 Grouped = Literal["qkv", "gated_qkv", "delta_qkvz", "delta_qkv", "delta_ba"]
 Layout = (
     Grouped
-    | Literal["whole", "rows", "columns", "gate_up", "vocab", "expert_gate_up", "expert_down"]
+    | Literal["whole", "replicated", "rows", "columns", "gate_up", "vocab"]
+    | Literal["expert_gate_up", "expert_down"]
 )
 
 
@@ -38,6 +40,12 @@ class Parameter:
     hf_names: tuple[str, ...]
     layout: Layout
     fp32: bool = False  # in fp32 even in a bf16 model
+    is_fixed: bool = False  # never trained
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a tensor rank has only a part."""
+        return self.layout not in ("whole", "replicated") and not self.is_expert
 
     @property
     def is_expert(self) -> bool:
@@ -81,7 +89,18 @@ _LAYER: dict[str, Parameter] = {
     "mlp.linear_fc1.layer_norm_weight": _MLP_NORM,
     "mlp.linear_fc1.weight": Parameter(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up"),
     "mlp.linear_fc2.weight": Parameter(("mlp.down_proj.weight",), "columns"),
+    "self_attention.q_down.weight": Parameter(("self_attn.q_a_proj.weight",), "replicated"),
+    "self_attention.kv_down.weight": Parameter(
+        ("self_attn.kv_a_proj_with_mqa.weight",), "replicated"
+    ),
+    "self_attention.q_norm.weight": Parameter(("self_attn.q_a_layernorm.weight",), "whole"),
+    "self_attention.kv_norm.weight": Parameter(("self_attn.kv_a_layernorm.weight",), "whole"),
+    "self_attention.q_up.weight": Parameter(("self_attn.q_b_proj.weight",), "rows"),
+    "self_attention.kv_up.weight": Parameter(("self_attn.kv_b_proj.weight",), "rows"),
     "mlp.router.weight": Parameter(("mlp.gate.weight",), "whole"),
+    "mlp.router.choice_bias": Parameter(
+        ("mlp.gate.e_score_correction_bias",), "whole", fp32=True, is_fixed=True
+    ),
     "mlp.shared_experts.linear_fc1.weight": Parameter(
         ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"), "gate_up"
     ),
@@ -106,6 +125,11 @@ _NORMS_AFTER = {
     "mlp.linear_fc1.layer_norm_weight": Parameter(("pre_feedforward_layernorm.weight",), "whole"),
     "mlp_bda.norm.weight": Parameter(("post_feedforward_layernorm.weight",), "whole"),
 }
+_QUERIES_OF_TOKENS = Parameter(("self_attn.q_proj.weight",), "rows")  # without a latent
+# Both products that give latents are next to each other: SGLang wants them in one message.
+_LATENT = [f"self_attention.{name}.weight" for name in (
+    "q_down", "kv_down", "q_norm", "q_up", "kv_norm", "kv_up", "linear_proj",
+)]  # fmt: skip
 _DELTA_NET = [f"self_attention.{name}" for name in (
     "in_proj.weight", "in_proj_ba.weight", "conv_weight", "dt_bias", "A_log", "norm_weight",
     "out_proj.weight",
@@ -137,11 +161,20 @@ def _layer_entry(name: str, architecture: Architecture, first_expert: int = 0) -
             return _expert(first_expert + int(match["index"]), architecture)[match["end"]]
     if name in _ROUTER_WITH_BIAS and architecture.family.biases:
         return _ROUTER_WITH_BIAS[name]
+    if name == "self_attention.q_up.weight" and not (
+        architecture.latent and architecture.latent.query_rank
+    ):
+        return _QUERIES_OF_TOKENS
     if name in _NORMS_AFTER and architecture.family.norms_after:
         return _NORMS_AFTER[name]
     entry = _LAYER[name]
     if architecture.family.joined_delta_nets:
         entry = _JOINED_DELTA_NET.get(name, entry)
+    if name in _SHARED_EXPERT and architecture.family.shared_name != "shared_expert":
+        shared = f".{architecture.family.shared_name}."
+        entry = replace(
+            entry, hf_names=tuple(x.replace(".shared_expert.", shared) for x in entry.hf_names)
+        )
     is_gated = entry.layout == "qkv" and architecture.family.gated_attention
     return replace(entry, layout="gated_qkv") if is_gated else entry
 
@@ -192,7 +225,7 @@ def layer_parameters(architecture: Architecture, number: int) -> list[Parameter]
     after, last = (["self_attn_bda.norm.weight"], ["mlp_bda.norm.weight"]) if has_more else ([], [])
     norms = [_layer_entry(name, architecture) for name in (*after, "pre_mlp_layernorm.weight")]
     ends = [_layer_entry(name, architecture) for name in last]
-    entries = _INPUT_NORM, *_mixer(architecture, number), *norms, *_mlp(architecture), *ends
+    entries = _INPUT_NORM, *_mixer(architecture, number), *norms, *_mlp(architecture, number), *ends
     return [_in_layer(entry, number, architecture) for entry in entries]
 
 
@@ -201,6 +234,10 @@ def _mixer(architecture: Architecture, number: int) -> list[Parameter]:
     family = architecture.family
     if number in architecture.delta_layers:
         return [_layer_entry(name, architecture) for name in _DELTA_NET]
+    if (latent := architecture.latent) is not None:
+        of_queries = () if latent.query_rank else ("q_down", "q_norm")
+        absent = {f"self_attention.{name}.weight" for name in of_queries}
+        return [_layer_entry(name, architecture) for name in _LATENT if name not in absent]
     names = [
         "linear_qkv.weight",
         *(["linear_qkv.bias"] if architecture.qkv_bias else []),
@@ -212,13 +249,19 @@ def _mixer(architecture: Architecture, number: int) -> list[Parameter]:
     return [_layer_entry(f"self_attention.{name}", architecture) for name in names]
 
 
-def _mlp(architecture: Architecture) -> list[Parameter]:
+def _mlp(architecture: Architecture, number: int) -> list[Parameter]:
+    """The MLP of a layer, or its router and experts."""
     experts = architecture.experts
-    if experts is None:
+    if experts is None or number < architecture.num_dense_layers:
         return [_LAYER["mlp.linear_fc1.weight"], _LAYER["mlp.linear_fc2.weight"]]
-    shared = [] if experts.shared_width is None else [_LAYER[name] for name in _SHARED_EXPERT]
+    names = [] if experts.shared_width is None else _SHARED_EXPERT
+    if not architecture.family.shared_expert_gate:
+        names = [name for name in names if not name.endswith("gate_weight")]
+    shared = [_layer_entry(name, architecture) for name in names]
     has_biases = architecture.family.biases
     router = [*_ROUTER_WITH_BIAS.values()] if has_biases else [_LAYER["mlp.router.weight"]]
+    if architecture.family.scored_router:
+        router.append(_LAYER["mlp.router.choice_bias"])
     each = [_expert(index, architecture).values() for index in range(experts.number)]
     if architecture.family.stacked_experts:  # all of a stack, then the next one
         each = zip(*each, strict=True)
@@ -244,16 +287,31 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     a = architecture
     if ".linear_attn." in name:
         return _delta_net_shape(name.rpartition(".linear_attn.")[2].removesuffix(".weight"), a)
-    query, group = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+    heads = a.num_attention_heads
+    query, group, mixed = heads * a.head_dim, a.num_key_value_heads * a.head_dim, heads * a.head_dim
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     ffn = a.ffn_hidden_size if ".experts." in name else a.dense_width
+    if name.rpartition(".mlp.")[2].startswith(("gate_proj", "up_proj", "down_proj")):
+        ffn = a.mlp_width
+    of_latent: dict[str, tuple[int, ...]] = {}
+    if (latent := a.latent) is not None:
+        mixed, queries = heads * latent.value_dim, latent.query_rank or a.hidden_size
+        of_latent = {
+            "q_a_proj": (queries, a.hidden_size),
+            "q_a_layernorm": (queries,),
+            "q_b_proj": (query, queries),
+            "kv_a_proj_with_mqa": (latent.rank + latent.rotated_dim, a.hidden_size),
+            "kv_a_layernorm": (latent.rank,),
+            "kv_b_proj": (heads * (latent.plain_dim + latent.value_dim), latent.rank),
+            "e_score_correction_bias": (a.experts.number if a.experts else 0,),
+        }
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (a.vocab_size, a.hidden_size),
         "lm_head": (a.vocab_size, a.hidden_size),
         "q_proj": (query * (2 if a.family.gated_attention else 1), a.hidden_size),
         "k_proj": (group, a.hidden_size),
         "v_proj": (group, a.hidden_size),
-        "o_proj": (a.hidden_size, query),
+        "o_proj": (a.hidden_size, mixed),
         "gate_proj": (ffn, a.hidden_size),
         "up_proj": (ffn, a.hidden_size),
         "gate_up_proj": (2 * ffn, a.hidden_size),
@@ -265,7 +323,7 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
         "q_norm": (a.head_dim,),
         "k_norm": (a.head_dim,),
     }
-    shape = shapes.get(kind, (a.hidden_size,))
+    shape = (shapes | of_latent).get(kind, (a.hidden_size,))
     return shape[:1] if name.endswith(".bias") else shape
 
 

@@ -28,8 +28,9 @@ from stable_opd_mcore.parallel.world import broadcast_object, gather_objects
 
 @torch.no_grad()
 def random_weights(chunks: Sequence[Module], seed: int) -> None:
-    """Normal matrices and sinks with the architecture's initializer_range; norms multiply by 1,
-    biases are 0; the decay rates of a gated delta net as transformers chooses them.
+    """Normal matrices, sinks and biases of a router's choice with the architecture's
+    initializer_range; norms multiply by 1, biases are 0; the decay rates of a gated delta net as
+    transformers chooses them.
 
     Each full tensor has its own seed, so the weights do not depend on the layout.
     """
@@ -43,7 +44,7 @@ def random_weights(chunks: Sequence[Module], seed: int) -> None:
         generator = named_generator(seed, name)
         if name.endswith(".A_log"):
             return torch.empty(shape).uniform_(0.01, 16, generator=generator).log()[part]
-        if len(shape) == 1 and not name.endswith(".sinks"):
+        if len(shape) == 1 and not name.endswith((".sinks", ".e_score_correction_bias")):
             return torch.ones(shape)[part]
         full = torch.randn(shape, generator=generator)
         return full[part] * architecture.initializer_range
@@ -66,7 +67,7 @@ def mark_shards(chunks: Sequence[Module]) -> None:
     """
     for _, weight, entry in described_parameters(chunks):
         marked = hasattr(weight, "tensor_model_parallel")
-        if entry.layout != "whole" and not marked:
+        if (entry.is_cut or entry.is_expert) and not marked:
             dimension = 1 if entry.layout == "columns" else 0
             set_tensor_model_parallel_attributes(weight, True, dimension, stride=1)
         if entry.is_expert:  # Megatron's attributes; it marks an expert's bias as the attention's
@@ -89,8 +90,7 @@ def iter_hf_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
         own = factors.get(tensors.of_factors(entry, architecture).hf_names)
         weight = local[entry.hf_names].detach()
         merged = weight if own is None or not own.is_on else own.added_to(weight)
-        is_cut = entry.layout != "whole" and not entry.is_expert
-        shards = shards_of(merged, models[0].pg_collection.tp) if is_cut else [merged]
+        shards = shards_of(merged, models[0].pg_collection.tp) if entry.is_cut else [merged]
         return unshard(shards, entry, architecture)
 
     exchange = Exchange(chunks, list(local))

@@ -58,14 +58,25 @@ class ModelSize:
         """Norms of the residual stream, and of what is added to it, in one layer."""
         return 4 if self.architecture.family.norms_after else 2
 
+    def layers(self, stage: int) -> list[int]:
+        """Indices, from 0, of the layers of a stage."""
+        chunk = self.layers_per_stage // self.layout.virtual
+        numbers = range(self.architecture.num_layers)
+        return [n for n in numbers if n // chunk % self.layout.pipeline == stage]
+
     def delta_layers(self, stage: int) -> int:
         """Layers of a stage with a gated delta net instead of attention."""
-        chunk = self.layers_per_stage // self.layout.virtual
-        chunks = (layer // chunk for layer in self.architecture.delta_layers)
-        return sum(number % self.layout.pipeline == stage for number in chunks)
+        return len(set(self.layers(stage)) & set(self.architecture.delta_layers))
+
+    def dense_layers(self, stage: int) -> int:
+        """Layers of a stage with one dense MLP in a mixture of experts."""
+        return sum(n < self.architecture.num_dense_layers for n in self.layers(stage))
 
     def _attention_parameters(self) -> int:
         model, t = self.architecture, self.layout.tensor
+        if (latent := model.latent) is not None:
+            output = model.num_attention_heads // t * latent.value_dim * model.hidden_size
+            return model.latent_matrices(t) + output + latent.rank + (latent.query_rank or 0)
         qkv_rows = (self.gated_width + 2 * self.key_width) // t
         attention = model.hidden_size * (qkv_rows + self.query_width // t)
         if model.qkv_bias:
@@ -93,19 +104,21 @@ class ModelSize:
             return 0
         return model.hidden_size * (net.channels + 2 * net.values) // self.layout.tensor
 
-    def _rest_parameters(self) -> int:
-        """Parameters of one layer's norms, SwiGLU or shared expert, and router, without experts."""
-        model = self.architecture
-        biases = model.router_rows * model.family.biases
-        rows = model.router_rows + self.norms_per_layer
-        return self._dense_mlp_parameters() + rows * model.hidden_size + biases
+    def _rest_parameters(self, stage: int) -> int:
+        """Parameters of a stage's norms, MLPs or shared experts, and routers, without experts."""
+        model, dense = self.architecture, self.dense_layers(stage)
+        biases = model.router_rows * (model.family.biases or model.family.scored_router)
+        each = model.router_rows * model.hidden_size + biases
+        norms = self.layers_per_stage * self.norms_per_layer * model.hidden_size
+        return norms + (self.layers_per_stage - dense) * each + self._mlp_parameters(stage)
 
-    def _dense_mlp_parameters(self) -> int:
-        """Parameters of one layer's MLP that every token passes, a shared expert's included."""
-        model = self.architecture
-        return 3 * model.dense_width // self.layout.tensor * model.hidden_size
+    def _mlp_parameters(self, stage: int) -> int:
+        """Parameters of a stage's MLPs that every token passes, shared experts included."""
+        model, t, dense = self.architecture, self.layout.tensor, self.dense_layers(stage)
+        widths = (self.layers_per_stage - dense) * (model.dense_width // t)
+        return 3 * (widths + dense * (model.mlp_width // t)) * model.hidden_size
 
-    def expert_parameters(self) -> int:
+    def expert_parameters(self, stage: int) -> int:
         """Parameters of this rank's experts in a stage's layers; 0 in a dense model."""
         model = self.architecture
         if model.experts is None:
@@ -114,24 +127,26 @@ class ModelSize:
         each = 3 * model.ffn_hidden_size * model.hidden_size
         if model.family.biases:
             each += 2 * model.ffn_hidden_size + model.hidden_size
-        return self.layers_per_stage * own * each
+        return (self.layers_per_stage - self.dense_layers(stage)) * own * each
 
     def factor_parameters(self, lora: LoraConfig, stage: int) -> int:
         """Parameters of the low-rank factors in one stage's layers, a shared expert's included,
         without those of experts."""
-        delta_layers, net = self.delta_layers(stage), set(self.architecture.delta_layers)
-        count = 0
-        if delta_layers:
-            count += delta_layers * self._factors_of_layer(lora, min(net), of_experts=False)
-        if attention_layers := self.layers_per_stage - delta_layers:
-            first = min(set(range(self.architecture.num_layers)) - net)
-            count += attention_layers * self._factors_of_layer(lora, first, of_experts=False)
-        return count
+        return self._factors_of_stage(lora, stage, of_experts=False)
 
-    def expert_factor_parameters(self, lora: LoraConfig) -> int:
+    def expert_factor_parameters(self, lora: LoraConfig, stage: int) -> int:
         """Parameters of the low-rank factors of this rank's experts; 0 in a dense model."""
-        every = self._factors_of_layer(lora, 0, of_experts=True)
-        return self.layers_per_stage * every // self.layout.expert
+        return self._factors_of_stage(lora, stage, of_experts=True) // self.layout.expert
+
+    def _factors_of_stage(self, lora: LoraConfig, stage: int, *, of_experts: bool) -> int:
+        model, alike = self.architecture, dict[tuple[bool, bool], list[int]]()
+        for number in self.layers(stage):
+            kind = number in model.delta_layers, number < model.num_dense_layers
+            alike.setdefault(kind, []).append(number)
+        return sum(
+            len(numbers) * self._factors_of_layer(lora, numbers[0], of_experts=of_experts)
+            for numbers in alike.values()
+        )
 
     def _factors_of_layer(self, lora: LoraConfig, number: int, *, of_experts: bool) -> int:
         """Parameters of the factors of all experts of a layer, or of its other matrices on a
@@ -140,7 +155,7 @@ class ModelSize:
         for entry in layer_parameters(model, number):
             if entry.is_expert != of_experts:
                 continue
-            ranks = 1 if of_experts else self.layout.tensor
+            ranks = self.layout.tensor if entry.is_cut else 1
             for name in chosen(entry, model, lora.matrices):
                 outputs, inputs = hf_shape(name, model)
                 by_columns = entry.layout == "columns"
@@ -154,6 +169,13 @@ class ModelSize:
         attention = self.gated_width + 2 * self.key_width
         delta_net = net.channels + net.values if net else 0
         mlp = 2 * model.ffn_hidden_size // (1 if model.experts else layout.tensor)
+        if model.num_dense_layers:
+            mlp = max(mlp, 2 * model.mlp_width // layout.tensor)
+        if (latent := model.latent) is not None:
+            queries = (latent.query_rank or model.hidden_size) * model.head_dim
+            each = max(queries, latent.rank * (latent.plain_dim + latent.value_dim))
+            heads = model.num_attention_heads // layout.tensor
+            return max(heads * each, mlp * model.hidden_size)
         return max(attention // layout.tensor, delta_net // layout.tensor, mlp) * model.hidden_size
 
     def fp8_parameters(self, stage: int) -> int:
@@ -161,20 +183,25 @@ class ModelSize:
         model, layout = self.architecture, self.layout
         heads = (self.gated_width + self.query_width + 2 * self.key_width) // layout.tensor
         delta_layers = self.delta_layers(stage)
-        mixers = (self.layers_per_stage - delta_layers) * model.hidden_size * heads
+        each = model.hidden_size * heads
+        if (latent := model.latent) is not None:  # the products that give latents are not
+            queries = (latent.query_rank or model.hidden_size) * model.head_dim
+            each = queries + latent.rank * (latent.plain_dim + latent.value_dim)
+            each += latent.value_dim * model.hidden_size
+            each *= model.num_attention_heads // layout.tensor
+        mixers = (self.layers_per_stage - delta_layers) * each
         mixers += delta_layers * self._delta_net_matrices()
-        mlps = self.layers_per_stage * self._dense_mlp_parameters()
-        return mixers + mlps + self.expert_parameters()
+        return mixers + self._mlp_parameters(stage) + self.expert_parameters(stage)
 
     def stage_parameters(self, stage: int) -> int:
         """Parameters of one pipeline stage: 0 has the embedding, the last norm and head."""
-        return self.shared_parameters(stage) + self.expert_parameters()
+        return self.shared_parameters(stage) + self.expert_parameters(stage)
 
     def shared_parameters(self, stage: int) -> int:
         """Parameters of one pipeline stage without its experts."""
         model, last = self.architecture, self.layout.pipeline - 1
         delta_layers = self.delta_layers(stage)
-        count = self.layers_per_stage * self._rest_parameters()
+        count = self._rest_parameters(stage)
         count += (self.layers_per_stage - delta_layers) * self._attention_parameters()
         count += delta_layers * self._delta_net_parameters()
         matrix = self.head_rows * model.hidden_size
@@ -197,26 +224,31 @@ class ModelSize:
         if experts is None:
             return one.stage_parameters(0)
         unchosen = (1 - experts.per_token / experts.number) ** tokens
-        return one.shared_parameters(0) + one.expert_parameters() * (1 - unchosen)
+        return one.shared_parameters(0) + one.expert_parameters(0) * (1 - unchosen)
 
     def saved_by_layers(self, recompute: str, stage: int) -> float:
         """Saved for backward by a stage's layers, per token of this rank's slice of a batch."""
-        delta_layers = self.delta_layers(stage)
-        saved = (self.layers_per_stage - delta_layers) * self.saved_bytes(recompute)
+        delta_layers, dense_layers = self.delta_layers(stage), self.dense_layers(stage)
+        others = self.layers_per_stage - delta_layers - dense_layers
+        saved = others * self.saved_bytes(recompute)
         if delta_layers:
             saved += delta_layers * self.saved_bytes(recompute, delta=True)
+        if dense_layers:
+            saved += dense_layers * self.saved_bytes(recompute, dense=True)
         return saved
 
-    def saved_bytes(self, recompute: str, *, delta: bool = False) -> float:
+    def saved_bytes(self, recompute: str, *, delta: bool = False, dense: bool = False) -> float:
         """Saved for backward by one layer, per token of this rank's slice of a micro-batch.
 
-        delta: the layer has a gated delta net instead of attention.
+        Args:
+            delta: the layer has a gated delta net instead of attention.
+            dense: it has a dense MLP in a mixture of experts.
         """
         model, t, hidden = self.architecture, self.layout.tensor, self.local_hidden
         if recompute == "full":
             return self.element * hidden
         queries, keys = self.query_width / t, self.key_width / t
-        mlp = self.mlp_bytes()
+        mlp = self.mlp_bytes(dense=dense)
         norms = 2 * self._norm_bytes(hidden, 1 / self.norm_ranks)
         # The output of a norm after attention or MLP is only added.
         after = self.norms_per_layer - 2
@@ -225,12 +257,14 @@ class ModelSize:
         mixer = self.element * 2 * (queries + keys)
         if delta:
             mixer = self._delta_net_bytes()
+        elif model.latent is not None:
+            mixer = self._latent_bytes()
         elif model.family.gated_attention:
             mixer += self.element * 2 * queries  # gates, and the product
         saved = mixer + norms + mlp
         if recompute == "selective":  # the MLP, from the input of Transformer Engine's fused norm
             saved -= mlp
-            if model.experts is None:
+            if model.experts is None or dense:
                 saved -= self.element * hidden + 4 / self.norm_ranks
         if delta:
             return saved
@@ -239,6 +273,16 @@ class ModelSize:
             saved += self._norm_bytes(queries + keys, heads)
             saved -= self.element * (queries + keys)  # their outputs are not kept
         return saved + 4 * model.num_attention_heads / t  # log-sums of the attention
+
+    def _latent_bytes(self) -> float:
+        """Saved by a latent attention per token: queries, keys, values and output of all heads, and
+        the latents before and after their norms."""
+        model, latent = self.architecture, self.architecture.latent
+        assert latent is not None
+        heads = 2 * model.num_attention_heads * (model.head_dim + latent.value_dim)
+        narrow = 2 * (latent.rank + (latent.query_rank or 0)) + latent.rotated_dim
+        kept = heads / self.layout.tensor + narrow / self.norm_ranks
+        return self.element * kept + 8 / self.norm_ranks
 
     def _delta_net_bytes(self) -> float:
         """Saved by a gated delta net's kernels per token. The inputs of convolution and recurrence,
@@ -250,19 +294,21 @@ class ModelSize:
         wide = 4 * net.num_value_heads * (2 + net.key_dim * net.value_dim / 64)
         return (narrow + wide) / self.layout.tensor
 
-    def mlp_bytes(self) -> float:
-        """Saved by one layer's MLP, or by its router and this rank's experts."""
+    def mlp_bytes(self, *, dense: bool = False) -> float:
+        """Saved by one layer's MLP, or by its router and this rank's experts; `dense`: by an MLP
+        among layers of experts."""
         model = self.architecture
         # Gate and up, and their product; where it has no kernel of its own, every step is kept
         widths = 4 if model.family.gelu else 3 if model.family.glu_limit is None else 8
-        dense = self.element * widths * model.dense_width / self.layout.tensor
-        if model.experts is None:
-            return dense
+        width = model.mlp_width if dense else model.dense_width
+        of_all = self.element * widths * width / self.layout.tensor
+        if model.experts is None or dense:
+            return of_all
         # Input and output of the experts
         kept = widths * model.ffn_hidden_size + 2 * model.hidden_size
         # fp32: logits and probabilities of the router
         router = 2 * 4 * model.experts.number / self.norm_ranks
-        shared = dense + self.element * self._shared_output()
+        shared = of_all + self.element * self._shared_output()
         return self.element * self.expert_copies() * kept + router + shared
 
     def expert_copies(self) -> float:
@@ -300,7 +346,8 @@ class ModelSize:
         streams = 3 * self.local_hidden
         if self.architecture.experts is not None:
             outputs = self.expert_copies() * self.architecture.hidden_size + self._shared_output()
-            moments = self._dispatched() + outputs, self._mixed()
+            dense = 3 * self._leading_width()
+            moments = self._dispatched() + outputs, self._mixed(), dense
             return self.element * tokens * (streams + max(moments))
         ffn = self.architecture.ffn_hidden_size / self.layout.tensor
         # The sum is largest at one of these moments: gate and up; then their product as well; or in
@@ -315,9 +362,11 @@ class ModelSize:
         """
         held = self.element * self.local_hidden
         if recompute != "none":  # what the layer saves when it is computed again, and its output
-            kinds = (False, True) if self.architecture.delta_layers else (False,)
+            kinds: list[dict[str, bool]] = [{}]
+            kinds += [{"delta": True}] if self.architecture.delta_layers else []
+            kinds += [{"dense": True}] if self.architecture.num_dense_layers else []
             again = (
-                self.saved_bytes("none", delta=kind) - self.saved_bytes(recompute, delta=kind)
+                self.saved_bytes("none", **kind) - self.saved_bytes(recompute, **kind)
                 for kind in kinds
             )
             held += max(again) + held
@@ -325,10 +374,16 @@ class ModelSize:
             # In the layer's own forward pass, when the experts' outputs are put in order: the saved
             # inputs of the experts, what was sent, received and computed, and the residual.
             outputs = self.local_hidden + self._shared_output()
-            return tokens * (held + self.element * (self._dispatched() + outputs))
+            widest = max(self._dispatched() + outputs, 2 * self._leading_width())
+            return tokens * (held + self.element * widest)
         ffn = self.architecture.ffn_hidden_size / self.layout.tensor
         # The product's gradient is read, those of gate and up are written; the product is freed.
         return tokens * (held + self.element * max(ffn + self._gathered(), 2 * ffn))
+
+    def _leading_width(self) -> float:
+        """Width on one rank of the dense MLPs of a mixture of experts; 0 without any."""
+        model = self.architecture
+        return model.mlp_width / self.layout.tensor if model.num_dense_layers else 0.0
 
     def _mixed(self) -> float:
         """Elements per token of a gated delta net: q, k, v and z, what is convolved, outputs."""
@@ -355,15 +410,20 @@ class ModelSize:
         sliding = len(model.sliding_layers)
         read = (model.num_attention_layers - sliding) * mean_context
         read += sliding * min(mean_context, model.sliding_window or 0)
-        return 2 * tokens * (model.products + 2 * self.query_width * read)
+        return 2 * tokens * (model.products + model.score_products * read)
 
     def head_flops(self, rows: float) -> float:
         """One product of hidden states with the whole output head."""
         return 2 * rows * self.architecture.hidden_size * self.architecture.vocab_size
 
-    def kv_bytes(self, element_bytes: int = 2) -> float:
-        """Key-value cache of one token over the whole model."""
-        return 2 * self.architecture.num_attention_layers * self.key_width * element_bytes
+    def kv_bytes(self, element_bytes: int = 2, tensor: int = 1) -> float:
+        """Cache of one token in all layers on one of `tensor` ranks: keys and values of its heads,
+        or a latent and its rotated key, which every rank has."""
+        model = self.architecture
+        width = 2 * self.key_width / tensor
+        if model.latent is not None:
+            width = model.latent.rank + model.latent.rotated_dim
+        return model.num_attention_layers * width * element_bytes
 
     def state_bytes(self, element_bytes: int = 2) -> float:
         """What a sequence of any length keeps over the whole model: the states of gated delta nets,

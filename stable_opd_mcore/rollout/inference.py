@@ -28,6 +28,7 @@ from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.models.layers.attention import NormedSum, TorchSelfAttention
 from stable_opd_mcore.models.layers.attention_sinks import sinks_of, window_of
 from stable_opd_mcore.models.layers.gated_delta_net import GatedDeltaNet
+from stable_opd_mcore.models.layers.latent_attention import LatentAttention
 from stable_opd_mcore.models.layers.linear import linear
 from stable_opd_mcore.rollout.kv_cache import KVCache
 
@@ -69,8 +70,7 @@ def run_layers(chunk: HiddenStatesGPTModel, hidden_TBH: Tensor, cache: KVCache) 
     """The chunk's layers and its final norm. No family has a bias that is added after the MLP."""
     layers: Any = chunk.decoder.layers
     for layer in layers:
-        is_delta_net = isinstance(layer.self_attention, GatedDeltaNet)
-        mix = _delta_net if is_delta_net else _attention
+        mix = _MIXERS.get(type(layer.self_attention), _attention)
         mixed_TBH = mix(layer.self_attention, layer.input_layernorm(hidden_TBH), cache)
         hidden_TBH = hidden_TBH + _added(layer.self_attn_bda, mixed_TBH)
         output_TBH = layer.mlp.forward(layer.pre_mlp_layernorm(hidden_TBH))[0]
@@ -108,6 +108,22 @@ def _delta_net(net: GatedDeltaNet, hidden_TBH: Tensor, cache: KVCache) -> Tensor
     before = cache.states.get(net.layer_number)
     mixed, cache.states[net.layer_number] = net.mixed(inputs, decay, beta, before)
     return net.finished(mixed.transpose(0, 1), gates)[0]
+
+
+def _latent_attention(attention: LatentAttention, hidden_TBH: Tensor, cache: KVCache) -> Tensor:
+    queries, latents, shared_key = attention.projected(hidden_TBH)
+    number = attention.layer_number
+    if number not in cache.latent_weights:
+        cache.latent_weights[number] = attention.key_value_weights()
+    weights_LAX = cache.latent_weights[number]
+    keys = torch.cat((shared_key, latents.unsqueeze(-2)), dim=-1)
+    heads = torch.cat((attention.absorbed(queries, weights_LAX), keys), dim=-2)
+    mixed = cache.attend(number, heads.unsqueeze(2), None, attention.scale, rotary=attention.rotary)
+    of_heads = mixed.unflatten(-1, (attention.num_heads, -1))
+    return attention.linear_proj(attention.values_of(of_heads, weights_LAX))[0]
+
+
+_MIXERS: dict[type[Any], Any] = {GatedDeltaNet: _delta_net, LatentAttention: _latent_attention}
 
 
 def _heads(attention: SelfAttention, hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -39,7 +39,9 @@ class KVCache:
         self.pad_B = longest - torch.tensor(prompt_lengths, dtype=torch.int64, device=device)
         self._rotations = [rotations(angles_PD, dtype) for angles_PD in angles]
         self._dtype = dtype
-        # keys and values of each layer, [B, G, capacity, D]
+        # By number of a layer of latents: `LatentAttention.key_value_weights` of this batch's model
+        self.latent_weights: dict[int, Tensor] = {}
+        # keys and values of each layer, [B, G, capacity, D]; of a layer of latents, its keys twice
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: dict[int, DeltaNetState] = {}  # by number of a layer with a gated delta net
         self._capacity = 0
@@ -69,7 +71,7 @@ class KVCache:
         self,
         layer: int,
         queries_and_key: Tensor,
-        value_TBGD: Tensor,
+        value_TBGD: Tensor | None,
         scale: float | None,
         *,
         rotary: int = 0,
@@ -80,19 +82,25 @@ class KVCache:
 
         Args:
             queries_and_key: [T, B, G, R + 1, D]: a group's key comes after its queries.
+            value_TBGD: None: the values are the elements of the keys that are not rotated.
             scale: what scores are multiplied by; None: 1/sqrt(D).
             rotary: which of the rotary angles are the layer's.
             sinks, window: the layer's (models/layers/attention_sinks.py).
         """
         T, B, G, heads, D = queries_and_key.shape
         R = heads - 1
+        rotation = self._rotations_now[rotary]
         if layer not in self._layers:
-            shape = (B, G, self._capacity, D)
-            self._layers[layer] = (value_TBGD.new_empty(shape), value_TBGD.new_empty(shape))
+            stored = queries_and_key.new_empty(B, G, self._capacity, D)
+            own = stored if value_TBGD is None else torch.empty_like(stored)
+            self._layers[layer] = (stored, own)
         keys, values = self._layers[layer]
-        rotated_BGHTD = rotate(queries_and_key, self._rotations_now[rotary]).permute(1, 2, 3, 0, 4)
+        rotated_BGHTD = rotate(queries_and_key, rotation).permute(1, 2, 3, 0, 4)
         keys[:, :, self.used : self._stop] = rotated_BGHTD[:, :, R]
-        values[:, :, self.used : self._stop] = value_TBGD.permute(1, 2, 0, 3)
+        if value_TBGD is None:
+            values = keys[..., rotation.shape[-1] // 2 :]
+        else:
+            values[:, :, self.used : self._stop] = value_TBGD.permute(1, 2, 0, 3)
         if sinks is not None or window is not None:
             first, bias = self._in_window(window)
             out = attend_with_sinks(
@@ -115,7 +123,7 @@ class KVCache:
             attn_mask=bias,
             scale=scale,
         )
-        return out.view(B, G, R, T, D).permute(3, 0, 1, 2, 4).reshape(T, B, G * R * D)
+        return out.view(B, G, R, T, -1).permute(3, 0, 1, 2, 4).reshape(T, B, -1)
 
     def _in_window(self, window: int | None) -> tuple[int, Tensor | None]:
         """The first cell that the new tokens read, and an additive mask [B|1, 1, 1, T, S] of the
@@ -137,7 +145,8 @@ class KVCache:
         trim = int(self.pad_B.min()) if self._padded else 0
         self.pad_B = self.pad_B - trim
         for layer, (keys, values) in self._layers.items():
-            self._layers[layer] = (keys[index_B, :, trim:], values[index_B, :, trim:])
+            kept = keys[index_B, :, trim:]
+            self._layers[layer] = (kept, kept if values is keys else values[index_B, :, trim:])
         for layer, state in self.states.items():
             self.states[layer] = state.select(index_B)
         self.used -= trim
@@ -150,7 +159,11 @@ class KVCache:
         wanted = max(num_cells, self._capacity * 3 // 2)
         capacity = -(-wanted // _CELL_BLOCK) * _CELL_BLOCK
         for layer, (keys, values) in self._layers.items():
-            self._layers[layer] = (self._grown(keys, capacity), self._grown(values, capacity))
+            grown = self._grown(keys, capacity)
+            self._layers[layer] = (
+                grown,
+                grown if values is keys else self._grown(values, capacity),
+            )
         self._capacity = capacity
 
     def _grown(self, old: Tensor, capacity: int) -> Tensor:

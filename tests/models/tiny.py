@@ -57,6 +57,42 @@ GPT_OSS = {
         "original_max_position_embeddings": 64,
     },
 }
+DEEPSEEK = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 7,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "routed_scaling_factor": 1.7,
+}
+YARN_OF_LATENTS = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+MOONLIGHT = {
+    "q_lora_rank": None,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+    "rope_parameters": YARN_OF_LATENTS,
+}
+V2_LITE = {
+    "first_k_dense_replace": 2,
+    "norm_topk_prob": False,
+    "rope_parameters": YARN_OF_LATENTS | {"mscale": 0.7},
+}
 GEMMA3 = {
     "hidden_act": None,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -107,6 +143,9 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": DELTA_NETS | EXPERTS | SHARED,
     "gpt_oss": GPT_OSS,
     "gemma3_text": GEMMA3,
+    "glm4_moe_lite": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK | MOONLIGHT,
+    "deepseek_v2": DEEPSEEK | V2_LITE,
     "qwen3_next": DELTA_NETS | EXPERTS | ALL_LAYERS | SHARED,
 }
 VOCAB_SIZE = 53  # no multiple of any tensor size: the vocabulary is padded

@@ -39,6 +39,7 @@ pytestmark = pytest.mark.slow
 TIED, QWEN3, MOE, DELTA = "qwen2 tied", "qwen3_vl", "qwen3_moe", "qwen3_5"
 SINKS, NEXT, DELTA_MOE = "gpt_oss", "qwen3_next", "qwen3_5_moe"
 WINDOWS, GEMMA = "qwen3 window and biases", "gemma3"
+FLASH, MOONLIGHT = "glm4_moe_lite", "deepseek_v3"
 LAYOUTS = {  # settings, and the models that have something of their own there
     "TP2": ({"tensor": 2}, (QWEN3, DELTA, GEMMA)),
     "TP2xPP2+SP": (
@@ -47,8 +48,8 @@ LAYOUTS = {  # settings, and the models that have something of their own there
     ),
     "PP2xVPP2": ({"pipeline": 2, "virtual_pipeline": 2}, (TIED, SINKS)),
     "DP4": ({}, (TIED,)),
-    "EP2xPP2": ({"expert": 2, "pipeline": 2}, (MOE, SINKS, DELTA_MOE)),
-    "EP4xTP2+SP": ({"expert": 4, "tensor": 2, "sequence": True}, (MOE, SINKS, NEXT)),
+    "EP2xPP2": ({"expert": 2, "pipeline": 2}, (MOE, SINKS, DELTA_MOE, MOONLIGHT)),
+    "EP4xTP2+SP": ({"expert": 4, "tensor": 2, "sequence": True}, (MOE, SINKS, NEXT, FLASH)),
 }
 MODELS = {
     TIED: tiny.architecture("qwen2", tie_word_embeddings=True),
@@ -58,6 +59,8 @@ MODELS = {
     SINKS: tiny.architecture("gpt_oss"),
     NEXT: tiny.architecture("qwen3_next"),
     DELTA_MOE: tiny.architecture("qwen3_5_moe"),
+    FLASH: tiny.architecture("glm4_moe_lite"),
+    MOONLIGHT: tiny.architecture("deepseek_v3"),
     GEMMA: tiny.architecture("gemma3"),
     WINDOWS: tiny.architecture("qwen3", attention_bias=True, **tiny.WINDOWS),
 }
@@ -181,7 +184,8 @@ def _train_once(chunks, world: World) -> tuple[list[float], list[Tensor], dict[s
     with torch.no_grad():
         for chunk in chunks:
             for weight in chunk.parameters():
-                weight.copy_(weight.main_grad)
+                if weight.requires_grad:
+                    weight.copy_(weight.main_grad)
     grads = {name: tensor.clone() for name, tensor in tiny.file_tensors(chunks)}
     return _in_global_order(losses, world), _in_global_order(hidden, world), grads
 

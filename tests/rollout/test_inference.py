@@ -32,7 +32,10 @@ def hidden_in_pieces(chunk: HiddenStatesGPTModel, tokens_T: Tensor, first: int) 
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2", "llama", "qwen3_vl", "qwen3_moe", "qwen3_5", "gpt_oss", "qwen3_next", "gemma3"],
+    [
+        *("qwen2", "llama", "qwen3_vl", "qwen3_moe", "qwen3_5", "gpt_oss", "qwen3_next"),
+        *("gemma3", "deepseek_v3", "glm4_moe_lite"),
+    ],
 )
 def test_hidden_states_are_those_of_the_trainers_forward_pass(world, family):
     (chunk,) = build_model(tiny.architecture(family), world, trainable=True, recompute="full")

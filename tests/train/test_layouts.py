@@ -70,9 +70,27 @@ SINKS = tiny_architecture(
     rope_parameters={"rope_type": "default"},
     **EXPERTS,
 )
+LATENTS = tiny_architecture(  # Moonlight's kind
+    16,
+    2,
+    model_type="deepseek_v3",
+    num_key_value_heads=4,
+    q_lora_rank=None,
+    kv_lora_rank=6,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=4,
+    v_head_dim=5,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    moe_intermediate_size=12,
+    n_group=4,
+    topk_group=2,
+    first_k_dense_replace=1,
+)
 SIZES: dict[str, Any] = {"vocab_size": 27, "num_attention_heads": 2, "rms_norm_eps": 1e-5}
-HYBRID, HYBRID_EXPERTS, SHARED_EXPERT = (
-    tiny.config(family, **SIZES) for family in ("qwen3_5", "qwen3_next", "qwen3_5_moe")
+HYBRID, HYBRID_EXPERTS, SHARED_EXPERT, WINDOWS = (
+    tiny.config(family, **SIZES) for family in ("qwen3_5", "qwen3_next", "qwen3_5_moe", "gemma3")
 )
 ROLLOUT = {"prompts_per_step": 5, "samples_per_prompt": 1}  # unequal shares of ranks
 LORA = {"lora": {"rank": 4, "alpha": 8.0, "expert_rank": 2}}
@@ -124,11 +142,14 @@ CASES = {
     "dense": Case(4, DENSE, ("tp2_sp_cp2", "tp2_pp2", "pp2_cp2"), sections=OFFLOADED),
     "experts": Case(4, MIXTURE, ("cp2_ep2", "ep2_pp2")),
     "sinks": Case(4, SINKS, ("ep2_tp2", "ep2_pp2")),
+    "latents": Case(4, LATENTS, ("cp2_ep2", "ep2_tp2")),
     "hybrid": Case(2, HYBRID, ("tp2_sp", "pp2_vpp2")),
     "hybrid_experts": Case(4, HYBRID_EXPERTS, ("ep4_tp2", "ep2_pp2")),
     "dense_factors": Case(2, DENSE, ("pp2_vpp2", "cp2"), LORA, FAST),
     "moving_reference": Case(2, DENSE, ("tp2_sp", "dp"), SOME, FAST | MOVING),
     "factors_of_experts": Case(2, MIXTURE, ("ep2", "tp2_sp"), LORA, FAST),
+    "factors_of_latents": Case(2, LATENTS | {"q_lora_rank": 6}, ("ep2", "tp2_sp"), LORA, FAST),
+    "factors_of_windows": Case(2, WINDOWS, ("tp2_sp", "pp2_vpp2"), LORA, FAST),
     "factors_of_shared_expert": Case(4, SHARED_EXPERT, ("ep4_tp2", "ep2_pp2"), LORA, FAST),
     "ahead": Case(2, MIXTURE, ("ep2",), sections=AHEAD),
     "teacher_of_experts": Case(

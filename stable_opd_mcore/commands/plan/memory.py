@@ -109,10 +109,10 @@ def _student(run: PlannedRun, stage: int) -> Iterator[Component]:
     """The weights, and gradients and optimizer's shards of what is trained."""
     config, student, layout = run.config, run.student, run.layout
     weights = run.element * student.stage_parameters(stage)
-    shared, experts = student.shared_parameters(stage), student.expert_parameters()
+    shared, experts = student.shared_parameters(stage), student.expert_parameters(stage)
     if lora := config.student.lora:
         shared = student.factor_parameters(lora, stage)
-        experts = student.expert_factor_parameters(lora)
+        experts = student.expert_factor_parameters(lora, stage)
     sharded = shared / layout.gradient_ranks + experts / layout.expert_copies
     state = ADAM_BYTES[config.train.precision] * sharded
     yield Component("student weights", weights, part="student")
@@ -150,8 +150,9 @@ def _rollouts(run: PlannedRun, stage: int) -> Iterator[Component]:
     if config.is_supervised or rollout.engine == "replay":
         return
     if not rollout.has_servers:
-        row = run.longest * student.kv_bytes(run.element) + student.state_bytes(run.element)
-        cache = run.rollouts / layout.gradient_ranks * row / (layout.tensor * layout.pipeline)
+        row = run.longest * student.kv_bytes(run.element, layout.tensor)
+        row += student.state_bytes(run.element) / layout.tensor
+        cache = run.rollouts / layout.gradient_ranks * row / layout.pipeline
         yield Component("KV cache", cache, ("rollout",))
         return
     # Buckets of a publish and the tensor that is gathered for one (rollout/sglang/sync.py).

@@ -39,7 +39,7 @@ def step_seconds(run: PlannedRun) -> StepSeconds:
     )
     forward = _forward_flops(run, student, run.sequences)
     model = student.architecture
-    mlp = 2 * model.num_layers * run.trained_tokens * model.mlp_products
+    mlp = 2 * run.trained_tokens * model.mlp_products
     again = {"none": 0.0, "selective": mlp, "full": forward}[run.config.train.recompute]
     # One product forward; backward one for the input's gradient and, for trained weights, another.
     products = 2 if run.config.student.lora else 3
@@ -88,7 +88,7 @@ def _rollout_seconds(run: PlannedRun) -> float:
     tokens = sequences * work.response_tokens
     weights = 2 * student.read_parameters(sequences) / tensor
     context = (work.prompt_tokens + work.tokens) / 2  # mean length while a token is sampled
-    caches = tokens * context * student.kv_bytes() / tensor
+    caches = tokens * context * student.kv_bytes(tensor=tensor)
     products = 2 * student.read_parameters(1) * sequences * work.tokens / tensor
     overhead = SGLANG_SECONDS if config.rollout.has_servers else IN_PROCESS_SECONDS
     decoding = run.longest_sampled * (overhead + device.memory_seconds(weights))

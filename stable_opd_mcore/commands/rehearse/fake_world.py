@@ -33,6 +33,7 @@ from stable_opd_mcore.commands.rehearse.replacing import replaced
 from stable_opd_mcore.config.schema import ParallelConfig
 from stable_opd_mcore.models import weights
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
+from stable_opd_mcore.models.layers.scored_router import ScoredRouter
 from stable_opd_mcore.parallel import pipeline
 from stable_opd_mcore.parallel.world import World, start_world, stop_world
 
@@ -67,6 +68,7 @@ def fake_world(parallel: ParallelConfig, gpus: int, rank: int = 0) -> Iterator[W
             replaced(pipeline, get_forward_backward_func=messages.schedule),
             replaced(HiddenStatesGPTModel, to=_convert),
             replaced(router, topk_routing_with_score_function=balanced_routing),
+            replaced(ScoredRouter, routing=_balanced_scores),
             replaced(P2PCommunicator, _communicate_shapes=lambda *a, **k: messages.shapes(*a, **k)),
         ):
             yield start_world(parallel, 0)
@@ -92,6 +94,17 @@ def balanced_routing(logits_TE: Tensor, topk: int, **options: Any) -> tuple[Tens
     """Megatron's probabilities, and a choice of `topk` experts a token that loads all equally."""
     probabilities_TE, _ = topk_routing_with_score_function(logits_TE, topk, **options)
     return probabilities_TE, _equal_shares(*logits_TE.shape, topk)
+
+
+_scored_routing = ScoredRouter.routing
+
+
+def _balanced_scores(
+    router: ScoredRouter, logits_TE: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """As `balanced_routing`, of another router."""
+    probabilities_TE, _ = _scored_routing(router, logits_TE, **options)
+    return probabilities_TE, _equal_shares(*probabilities_TE.shape, router.topk)
 
 
 @lru_cache(maxsize=4)

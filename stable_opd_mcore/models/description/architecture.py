@@ -22,12 +22,14 @@ from stable_opd_mcore.models.description.layer_types import (
     LINEAR,
     SLIDING,
     layers_of_type,
+    read_dense_layers,
     read_layer_types,
 )
 from stable_opd_mcore.models.description.rotary_settings import (
     Rotary,
     RotaryScaling,
     of_layers,
+    read_latent_rotary,
     read_rotary,
 )
 from stable_opd_mcore.models.description.unread_settings import read_keys
@@ -44,6 +46,22 @@ class Experts:
     per_token: int
     normalised: bool  # the probabilities of a token's chosen experts are divided by their sum
     shared_width: int | None  # width of the expert that every token passes; None: no such expert
+    scale: float = 1.0  # what the probabilities are multiplied by
+    num_groups: int = 1  # of equally many experts; a token's experts are of its best groups
+    groups_per_token: int = 1
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The sizes of a multi-head latent attention."""
+
+    query_rank: int | None  # width of the latent of queries; None: they are made of the token
+    rank: int  # width of the latent of keys and values
+    plain_dim: int  # elements of a query or key that are not rotated
+    rotated_dim: int  # elements that are, which all heads' keys share
+    value_dim: int
+    score_factor: float  # what YaRN multiplies scores by
+    rotated_factor: float  # what it multiplies the share of the rotated elements by
 
 
 @dataclass(frozen=True)
@@ -89,6 +107,8 @@ class Architecture:
     head_dim: int
     ffn_hidden_size: int  # one expert's in a mixture of experts
     experts: Experts | None  # None: one dense MLP in each layer
+    num_dense_layers: int  # first layers of a mixture of experts that have one dense MLP
+    mlp_width: int  # of a dense MLP
     vocab_size: int  # rows of the embedding as stored, which may exceed the tokenizer's
     max_positions: int
     rms_norm_eps: float
@@ -96,6 +116,7 @@ class Architecture:
     local_rotary: Rotary | None  # of local_layers; None: there are none
     local_layers: tuple[int, ...]  # indices, from 0, of the layers with other rotary positions
     score_divisor: float | None  # scores are divided by its root; None: head_dim
+    latent: Latent | None  # sizes of its attention if keys and values are made of a latent
     tied: bool  # the output head is the embedding
     initializer_range: float
     attention_bias: bool  # queries, keys, values and output have biases by config.json
@@ -123,6 +144,8 @@ class Architecture:
     @property
     def softmax_scale(self) -> float | None:
         """What scores are multiplied by; None: 1/sqrt(head_dim)."""
+        if self.latent is not None:
+            return self.latent.score_factor / math.sqrt(self.head_dim)
         factor = self.rotary.score_factor
         if factor == 1.0 and self.score_divisor in (None, self.head_dim):
             return None
@@ -133,6 +156,21 @@ class Architecture:
         return [self.rotary, *([] if self.local_rotary is None else [self.local_rotary])]
 
     @property
+    def carried(self) -> tuple[str, ...]:
+        """Prefixes of the tensors of other parts of the model, which an export copies."""
+        return tuple(each.format(num_layers=self.num_layers) for each in self.family.carried)
+
+    @property
+    def has_unlike_layers(self) -> bool:
+        """Whether layers have parameters of other names or shapes."""
+        return self.delta_net is not None or self.num_dense_layers > 0
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a head's values."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
     def num_attention_layers(self) -> int:
         return self.num_layers - len(self.delta_layers)
 
@@ -141,6 +179,10 @@ class Architecture:
         """Multiplications of one token in all layers, without the attention's scores and sums."""
         heads = (2 + self.family.gated_attention) * self.num_attention_heads
         attention = (heads + 2 * self.num_key_value_heads) * self.head_dim * self.hidden_size
+        if self.latent is not None:
+            attention = self.latent_matrices(1) + self.num_attention_heads * (
+                self.value_dim * self.hidden_size
+            )
         mixers = self.num_attention_layers * attention
         if (net := self.delta_net) is not None:
             # The gates z and the outputs are as wide as the values; decay and beta have a column
@@ -148,7 +190,17 @@ class Architecture:
             widths = net.channels + 2 * net.values + 2 * net.num_value_heads
             layer = widths * self.hidden_size + 3 * net.values * net.key_dim
             mixers += len(self.delta_layers) * layer
-        return mixers + self.num_layers * self.mlp_products
+        return mixers + self.mlp_products
+
+    def latent_matrices(self, tensor: int) -> int:
+        """Elements, on one of so many tensor ranks, of a layer's matrices that make queries, keys
+        and values, where these come of latents."""
+        latent, heads = self.latent, self.num_attention_heads // tensor
+        assert latent is not None
+        queries = latent.query_rank or self.hidden_size
+        down = self.hidden_size * (latent.rank + latent.rotated_dim + (latent.query_rank or 0))
+        up = queries * self.head_dim + latent.rank * (latent.plain_dim + latent.value_dim)
+        return down + heads * up
 
     @property
     def dense_width(self) -> int:
@@ -158,13 +210,22 @@ class Architecture:
     @property
     def router_rows(self) -> int:
         """Rows of a layer's router, and of the gate of its shared expert."""
-        return 0 if self.experts is None else self.experts.number + (self.dense_width > 0)
+        if self.experts is None:
+            return 0
+        return self.experts.number + (self.dense_width > 0 and self.family.shared_expert_gate)
 
     @property
     def mlp_products(self) -> int:
-        """Multiplications of one token in one layer's MLP, by its experts and the router."""
+        """Multiplications of one token in all MLPs, by experts and routers."""
         chosen = 0 if self.experts is None else self.experts.per_token * self.ffn_hidden_size
-        return (3 * (self.dense_width + chosen) + self.router_rows) * self.hidden_size
+        each = 3 * (self.dense_width + chosen) + self.router_rows
+        dense = 3 * self.mlp_width * self.num_dense_layers
+        return ((self.num_layers - self.num_dense_layers) * each + dense) * self.hidden_size
+
+    @property
+    def score_products(self) -> int:
+        """Multiplications of one token with another in one layer's attention."""
+        return self.num_attention_heads * (self.head_dim + self.value_dim)
 
     @property
     def attention_length(self) -> float:
@@ -172,7 +233,7 @@ class Architecture:
         unlimited = self.num_attention_layers - len(self.sliding_layers)
         if not unlimited:
             return math.inf
-        return self.products / (unlimited * self.num_attention_heads * self.head_dim)
+        return self.products / (unlimited * self.score_products / 2)
 
 
 def read_architecture(
@@ -198,8 +259,15 @@ def read_architecture(
         settings = {key: each for key, each in settings.items() if key != "quantization_config"}
     fields = Fields(origin, family.with_defaults(decoder_settings(settings)))
     _refuse_unsupported(fields, family)
-    heads, groups, head_dim = _heads(fields)
-    rotary, local_rotary = _rotaries(fields, family, head_dim)
+    latent = None
+    if family.latent_attention:
+        latent, rotary = _latent(fields)
+        heads = groups = fields.count("num_attention_heads")
+        head_dim, local_rotary = latent.plain_dim + latent.rotated_dim, None
+        _refuse_groups(fields, heads)
+    else:
+        heads, groups, head_dim = _heads(fields)
+        rotary, local_rotary = _rotaries(fields, family, head_dim)
     _refuse_disagreements(fields, family, settings, rotary.scaling)
     types, max_positions = read_layer_types(fields, family), fields.count("max_position_embeddings")
     delta_layers, sliding_layers = layers_of_type(LINEAR, types), layers_of_type(SLIDING, types)
@@ -209,7 +277,11 @@ def read_architecture(
     eps = fields.number("rms_norm_eps", 1e-6)
     tied = fields.flag("tie_word_embeddings")
     # To transformers a missing key may mean another value than it does here.
-    written_out = {"num_key_value_heads": groups, "head_dim": head_dim, "rms_norm_eps": eps}
+    written_out = {"num_key_value_heads": groups, "rms_norm_eps": eps}
+    if latent is None:
+        written_out["head_dim"] = head_dim
+    width = fields.count(family.expert_width or "intermediate_size")
+    num_dense = read_dense_layers(fields, family) if family.expert_width else 0
     return Architecture(
         model_type=fields.values["model_type"],
         num_layers=fields.count("num_hidden_layers"),
@@ -217,7 +289,9 @@ def read_architecture(
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=head_dim,
-        ffn_hidden_size=fields.count(family.expert_width or "intermediate_size"),
+        ffn_hidden_size=width,
+        num_dense_layers=num_dense,
+        mlp_width=fields.count("intermediate_size") if num_dense else width,
         experts=_experts(fields, family) if family.expert_width else None,
         vocab_size=fields.count("vocab_size"),
         max_positions=max_positions,
@@ -230,6 +304,7 @@ def read_architecture(
         ),
         tied=tied,
         initializer_range=fields.number("initializer_range", 0.02),
+        latent=latent,
         attention_bias=family.attention_bias and fields.flag("attention_bias"),
         delta_net=_delta_net(fields) if delta_layers else None,
         delta_layers=delta_layers,
@@ -328,6 +403,37 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
     return heads, groups, head_dim or hidden // heads
 
 
+def _latent(fields: Fields) -> tuple[Latent, Rotary]:
+    """The sizes of a latent attention, and the rotary positions of its rotated elements."""
+    size = fields.count("qk_rope_head_dim")
+    if fields.get("head_dim", size) not in (None, size):
+        raise UserError(
+            f"{fields.origin}: head_dim={fields.get('head_dim')!r:.60} and qk_rope_head_dim={size} "
+            "differ, which transformers reads as one; remove head_dim"
+        )
+    rotary, score_factor = read_latent_rotary(fields, size)
+    has_none = "q_lora_rank" in fields.values and fields.get("q_lora_rank") is None
+    latent = Latent(
+        query_rank=None if has_none else fields.count("q_lora_rank"),
+        rank=fields.count("kv_lora_rank"),
+        plain_dim=fields.count("qk_nope_head_dim"),
+        rotated_dim=size,
+        value_dim=fields.count("v_head_dim"),
+        score_factor=score_factor,
+        rotated_factor=rotary.score_factor,
+    )
+    return latent, rotary
+
+
+def _refuse_groups(fields: Fields, heads: int) -> None:
+    if fields.get("num_key_value_heads", heads) not in (None, heads):
+        raise UserError(
+            f"{fields.origin}: num_key_value_heads={fields.get('num_key_value_heads')!r:.60} is "
+            f"not supported for {fields.values['model_type']}; expected num_attention_heads="
+            f"{heads}, since every head has keys and values of its own: correct config.json"
+        )
+
+
 def _rotaries(fields: Fields, family: Family, head_dim: int) -> tuple[Rotary, Rotary | None]:
     """The rotary positions, and those of layers with a sliding window where these differ."""
     share = family.rotary_share
@@ -345,11 +451,13 @@ def _rotaries(fields: Fields, family: Family, head_dim: int) -> tuple[Rotary, Ro
 def _experts(fields: Fields, family: Family) -> Experts:
     # transformers 5 writes num_local_experts; published files have num_experts.
     key = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
+    if family.shared_name == "shared_experts":  # DeepSeek's names
+        key = "n_routed_experts"
     number = fields.count(key)
     per_token = fields.count("num_experts_per_tok")
     if per_token > number:
         raise UserError(
-            f"{fields.origin}: num_experts_per_tok={per_token} exceeds num_experts={number}; "
+            f"{fields.origin}: num_experts_per_tok={per_token} exceeds {key}={number}; "
             "correct config.json"
         )
     normalised = fields.flag("norm_topk_prob")
@@ -361,6 +469,11 @@ def _experts(fields: Fields, family: Family) -> Experts:
             f"token's experts are divided by their sum ({why}): the weight of the only one is 1 "
             "whatever the router says, which is then not trained; take another model"
         )
+    if family.shared_name == "shared_experts":
+        shared = fields.count("n_shared_experts") * fields.count("moe_intermediate_size")
+        scale = fields.number("routed_scaling_factor", 1.0)
+        groups = _groups(fields, number, per_token) if family.scored_router else (1, 1)
+        return Experts(number, per_token, normalised, shared, scale, *groups)
     return Experts(
         number,
         per_token,
@@ -369,6 +482,20 @@ def _experts(fields: Fields, family: Family) -> Experts:
             fields.count("shared_expert_intermediate_size") if family.shared_expert else None
         ),
     )
+
+
+def _groups(fields: Fields, number: int, per_token: int) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token's experts are of."""
+    groups, best = fields.count("n_group"), fields.count("topk_group")
+    fits = number % groups == 0 and best <= groups and per_token <= best * (number // groups)
+    if groups > 1 and not (fits and number // groups > 1):
+        raise UserError(
+            f"{fields.origin}: n_group={groups} and topk_group={best} do not suit "
+            f"n_routed_experts={number} and num_experts_per_tok={per_token}: expected groups of "
+            "equally many experts, two at least, and in topk_group of them as many as a token "
+            "has; correct config.json"
+        )
+    return groups, best
 
 
 def _completed(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,14 @@ class Family:
     # Key of config.json -> what a missing one means, where that is not the implemented value
     defaults: Mapping[str, Any] = field(default_factory=dict)
     expert_width: str | None = None  # the key of the experts' width; None: one dense MLP a layer
-    shared_expert: bool = False  # every token also passes one more expert, which has a gate
+    shared_expert: bool = False  # every token also passes one more expert
+    shared_expert_gate: bool = True  # whose output is multiplied by a gate
+    shared_name: str = "shared_expert"  # its module's name
+    # How config.json says how many first layers have a dense MLP. counted: first_k_dense_replace.
+    # listed: mlp_layer_types, or it is one. None: there are none
+    dense_layers: Literal["counted", "listed"] | None = None
+    scored_router: bool = False  # sigmoid scores, and a bias that only the choice reads
+    latent_attention: bool = False  # keys and values of all heads are made of one latent
     # In a model with other parts: the model_type of its decoder alone. The decoder's settings are
     # then in text_config, and its tensors in model.language_model
     text_type: str | None = None
@@ -60,7 +67,8 @@ class Family:
     stacked_experts: bool = False
     # Files hold the delta nets' q, k, v and z in one tensor, by key heads, and b and a in another
     joined_delta_nets: bool = False
-    # Prefixes of the tensors of other parts of the model, which are not built but copied on export
+    # Prefixes of the tensors of other parts of the model, which are not built but copied on export;
+    # {num_layers} stands for the number of layers
     carried: tuple[str, ...] = ()
     # In a model with other parts: what the decoder's names begin with in files, if not as in memory
     file_prefix: str | None = None
@@ -135,6 +143,18 @@ _QWEN3_5_MOE: dict[str, Any] = {
     **_SHARED_EXPERT,
     "supported": _QWEN3_5["supported"] | {"norm_topk_prob": True},
 }
+_DEEPSEEK: dict[str, Any] = {
+    "qkv_bias": False,
+    "qk_norm": False,
+    "latent_attention": True,
+    "expert_width": "moe_intermediate_size",
+    "shared_expert": True,
+    "shared_expert_gate": False,
+    "shared_name": "shared_experts",
+}
+_DEEPSEEK_PLAIN = _PLAIN | _NO_ATTENTION_BIAS | {"moe_layer_freq": 1}
+_SCORED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_NEXT_LAYER = ("model.layers.{num_layers}.",)  # of multi-token prediction
 _GEMMA3: dict[str, Any] = {
     "qkv_bias": False,
     "qk_norm": True,
@@ -236,6 +256,49 @@ FAMILIES: dict[str, Family] = {
         **_GEMMA3,
     ),
     "gemma3_text": Family("Gemma3ForCausalLM", supported=_GEMMA3_SUPPORTED, **_GEMMA3),
+    # Moonlight, and DeepSeek-V3 itself
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        supported=_DEEPSEEK_PLAIN | _SCORED | {"rope_interleave": True},
+        defaults={
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+        },
+        dense_layers="counted",
+        scored_router=True,
+        carried=_NEXT_LAYER,
+        **_DEEPSEEK,
+    ),
+    "deepseek_v2": Family(  # only V2-Lite has no groups
+        "DeepseekV2ForCausalLM",
+        supported=_DEEPSEEK_PLAIN
+        | {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False}
+        | {"n_group": None, "topk_group": None},
+        spellings={"n_group": (1,), "topk_group": (1,)},
+        defaults={"routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
+        dense_layers="counted",
+        **_DEEPSEEK,
+    ),
+    "glm4_moe_lite": Family(  # GLM-4.7-Flash
+        "Glm4MoeLiteForCausalLM",
+        supported=_DEEPSEEK_PLAIN
+        | _SCORED
+        | {"rope_interleave": True, "partial_rotary_factor": 1.0},
+        defaults={
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.8,
+            "rms_norm_eps": 1e-5,
+        },
+        dense_layers="listed",
+        scored_router=True,
+        carried=_NEXT_LAYER,
+        **_DEEPSEEK,
+    ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         qkv_bias=True,

@@ -70,6 +70,36 @@ def _usual_types(fields: Fields, number: int, family: Family) -> list[str]:
     return [FULL if (i + 1) % every == 0 else other for i in range(number)]
 
 
+def read_dense_layers(fields: Fields, family: Family) -> int:
+    """How many first layers of a mixture of experts have one dense MLP.
+
+    Raises:
+        UserError: `mlp_layer_types` and `first_k_dense_replace` differ; dense layers after others;
+            no layer with experts.
+    """
+    number, said = fields.count("num_hidden_layers"), fields.get("first_k_dense_replace")
+    if family.dense_layers is None:
+        return 0
+    first = 1 if family.dense_layers == "listed" else fields.whole("first_k_dense_replace")
+    types = fields.get("mlp_layer_types") if family.dense_layers == "listed" else None
+    if types is not None:
+        listed = [str(each) for each in types] if isinstance(types, list | tuple) else []
+        first = listed.count("dense")
+        if listed != ["dense"] * first + ["sparse"] * (number - first):
+            raise UserError(
+                f"{fields.origin}: mlp_layer_types={types!r:.80} is not supported; expected "
+                f"{number} layers (num_hidden_layers), 'dense' and then 'sparse': take another "
+                "model"
+            )
+    if first >= number or said not in (None, first):
+        raise UserError(
+            f"{fields.origin}: {first} of {number} layers have a dense MLP, and "
+            f"first_k_dense_replace={said!r:.60}; expected at least one layer with experts, and "
+            "one number: correct config.json"
+        )
+    return first
+
+
 def layers_of_type(kind: str, types: Sequence[str] | None) -> tuple[int, ...]:
     """Indices, from 0, of the layers of one type."""
     return tuple(i for i, each in enumerate(types or ()) if each == kind)

@@ -62,11 +62,14 @@ def layout_refusal(
 def _cut_over_tensor_ranks(architecture: Architecture) -> dict[str, int]:
     """The sizes, by their keys in config.json, that tensor ranks must divide."""
     width = "shared_expert_intermediate_size" if architecture.experts else "intermediate_size"
+    if architecture.family.shared_name == "shared_experts":
+        width = "n_shared_experts x moe_intermediate_size"
     net = architecture.delta_net
     return {
         "num_attention_heads": architecture.num_attention_heads,
         "num_key_value_heads": architecture.num_key_value_heads,
         width: architecture.dense_width,
+        **({"intermediate_size": architecture.mlp_width} if architecture.num_dense_layers else {}),
         **({} if net is None else {"linear_num_key_heads": net.num_key_heads}),
     }
 

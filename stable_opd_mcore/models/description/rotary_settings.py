@@ -161,6 +161,43 @@ def read_rotary(fields: Fields, head_dim: int, share: float, *, must_say: bool =
     return Rotary(size, theta, scaling)
 
 
+def read_latent_rotary(fields: Fields, size: int) -> tuple[Rotary, float]:
+    """The rotary positions of a latent attention, of which `size` elements of a head are rotated,
+    and what YaRN multiplies all scores by: the square of the factor by mscale_all_dim.
+
+    Raises:
+        UserError: as `read_rotary`, or where transformers and servers differ.
+    """
+    rotary = read_rotary(fields, size, 1.0)
+    given = Fields(fields.origin, _given(fields, must_say=False))
+    scaling = rotary.scaling
+    if given.get("partial_rotary_factor") not in (None, 1) or (
+        scaling is not None and scaling.kind != "yarn"
+    ):
+        raise UserError(
+            f"{fields.origin}: rotary positions {dict(given.values)} are not supported for "
+            f"{fields.values['model_type']}; expected rope_type 'default' or 'yarn', and "
+            "partial_rotary_factor=1: take another model"
+        )
+    if scaling is None:
+        return rotary, 1.0
+    both = given.get("mscale"), given.get("mscale_all_dim")
+    if bool(both[0]) != bool(both[1]) or given.get("attention_factor") is not None:
+        raise UserError(
+            f"{fields.origin}: mscale={both[0]!r}, mscale_all_dim={both[1]!r} and attention_factor="
+            f"{given.get('attention_factor')!r} of YaRN, which transformers and servers read in "
+            "two ways; expected both mscale and mscale_all_dim, or none of the three: correct "
+            "config.json"
+        )
+    if not all(both):
+        return rotary, 1.0
+    return rotary, _mscale(scaling.factor, given.number("mscale_all_dim", 1.0)) ** 2
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(max(factor, 1.0)) + 1.0
+
+
 def of_layers(fields: Fields, kind: str) -> Fields:
     """The fields with the rotary settings of the layers of one type, where the types differ.
 
@@ -236,14 +273,11 @@ def _given(fields: Fields, must_say: bool) -> Mapping[str, Any]:
 def _attention_factor(given: Fields) -> float:
     if given.get("attention_factor") is not None:
         return given.number("attention_factor", 1.0)
-    stretch = max(given.number("factor", 1.0), 1.0)
-
-    def of(scale: float) -> float:
-        return 0.1 * scale * math.log(stretch) + 1.0
-
+    factor = given.number("factor", 1.0)
     if given.get("mscale") and given.get("mscale_all_dim"):
-        return of(given.number("mscale", 1.0)) / of(given.number("mscale_all_dim", 1.0))
-    return of(1.0)
+        of_all = _mscale(factor, given.number("mscale_all_dim", 1.0))
+        return _mscale(factor, given.number("mscale", 1.0)) / of_all
+    return _mscale(factor, 1.0)
 
 
 def _rotated_size(fields: Fields, inner: Fields, head_dim: int, default: float, kind: str) -> int:

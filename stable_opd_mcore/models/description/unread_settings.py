@@ -21,6 +21,13 @@ _READ_OF_DELTA_NETS = {
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
 }  # fmt: skip
+_READ_OF_LATENTS = {
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+}  # fmt: skip
+_READ_OF_DEEPSEEKS_EXPERTS = {
+    "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group",
+    "first_k_dense_replace",
+}  # fmt: skip
 # Keys that change no logit of a text. They are about files, generation, training and outputs in
 # transformers, images, multi-token prediction, or a server's state.
 _WITHOUT_EFFECT = {
@@ -33,7 +40,8 @@ _WITHOUT_EFFECT = {
     "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype",
     "experts_per_token", "initial_context_length", "auto_map", "cache_implementation",
-    "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image",
+    "num_nextn_predict_layers", "num_mtp_layers", "qk_head_dim", "aux_loss_alpha", "seq_aux",
+    "ep_size", "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image",
 }  # fmt: skip
 # A sliding window of Qwen's is off unless use_sliding_window is true; Llama has no such switch.
 _WINDOWS = {"sliding_window", "max_window_layers"}
@@ -59,7 +67,12 @@ def read_keys(family: Family) -> set[str]:
     one value is implemented."""
     keys = _READ | {family.expert_width} if family.expert_width else set(_READ)
     keys |= _READ_OF_DELTA_NETS if family.delta_nets else set()
-    keys |= {"shared_expert_intermediate_size"} if family.shared_expert else set()
+    keys |= _READ_OF_LATENTS if family.latent_attention else set()
+    if family.shared_name == "shared_experts":
+        keys |= _READ_OF_DEEPSEEKS_EXPERTS
+        keys |= {"mlp_layer_types"} if family.dense_layers == "listed" else set()
+    elif family.shared_expert:
+        keys |= {"shared_expert_intermediate_size"}
     keys |= {"attention_bias"} if family.attention_bias else set()
     keys |= {"sliding_window"} if family.sliding_windows else set()
     keys |= {family.score_divisor} if family.score_divisor else set()

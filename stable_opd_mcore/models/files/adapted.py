@@ -15,7 +15,8 @@ from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.description.architecture import Architecture
 
 LAYOUTS = (
-    *get_args(tensors.Grouped), "rows", "columns", "gate_up", "expert_gate_up", "expert_down"
+    *get_args(tensors.Grouped), "replicated", "rows", "columns", "gate_up", "expert_gate_up",
+    "expert_down",
 )  # fmt: skip
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 

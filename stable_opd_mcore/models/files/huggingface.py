@@ -99,7 +99,7 @@ def stored_dtypes(path: str | Path, architecture: Architecture) -> set[str]:
 
 def require_base(path: str | Path, architecture: Architecture) -> None:
     """Raise a UserError for a directory without the tensors that an export must copy."""
-    carried = architecture.family.carried
+    carried = architecture.carried
     if carried and not any((Path(path) / file).is_file() for file in (SINGLE, INDEX)):
         raise UserError(
             f"{path}: neither {SINGLE} nor {INDEX}; an exported {architecture.model_type} model "
@@ -136,7 +136,7 @@ def export_hf(
     directory, architecture = Path(directory), architecture_of(chunks)
     refuse_non_finite(chunks, f"{directory} is not written")
     source = None
-    if base is not None and architecture.family.carried:
+    if base is not None and architecture.carried:
         source = TensorFiles(Path(base), architecture, change)
         _require_readable(source, f"{directory} is not written")
     if dist.get_rank() == 0:

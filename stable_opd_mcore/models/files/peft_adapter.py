@@ -168,7 +168,7 @@ class PeftAdapter:
         )
 
     def _is_carried(self, short: str) -> bool:
-        carried = tuple(map(short_name, self._architecture.family.carried))
+        carried = tuple(map(short_name, self._architecture.carried))
         return bool(carried) and short.startswith(carried)
 
     def _place_module(self, module: str, parts: dict[str, str]) -> None:

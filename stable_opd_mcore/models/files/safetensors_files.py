@@ -133,7 +133,7 @@ class TensorFiles:
         head = tensors.HEAD
         ignored = {head} if architecture.tied else set()
         for name in self._file_of.keys() - wanted.keys() - ignored:
-            carried = name.startswith(architecture.family.carried)
+            carried = name.startswith(architecture.carried)
             if not carried and not name.endswith("rotary_emb.inv_freq"):
                 raise UserError(
                     f"{self._path(name)}: tensor {name} has no place in the model; {hint}"
@@ -172,7 +172,7 @@ class TensorFiles:
 
     def carried(self) -> list[str]:
         """The tensors that belong to other parts of the model; a UserError if one is missing."""
-        carried = self._architecture.family.carried
+        carried = self._architecture.carried
         names = sorted(name for name in self._file_of if name.startswith(carried))
         for name in names:
             self._view(name)

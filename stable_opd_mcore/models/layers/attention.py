@@ -143,11 +143,12 @@ class GatheredKeys:
         return cls(group, Buckets(whole.shapes, _to_cells(gathered_T, whole), None), masks)
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All ranks' keys and values [T, 1, G, D]; the backward pass sums the ranks' gradients."""
+        """All ranks' keys and values [T, 1, G, ·]; the backward pass sums the ranks' gradients."""
         both = gather_from_sequence_parallel_region(
-            torch.cat((key, value), dim=2), group=self.group
+            torch.cat((key, value), dim=-1), group=self.group
         )
-        return both.chunk(2, dim=2)
+        key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
+        return key, value
 
 
 _NO_BUCKETS = Buckets((), None, None)
@@ -209,7 +210,7 @@ class TorchSelfAttention(SelfAttention):
         rotation = rotary_pos_emb[self.rotary]
         heads = (rotate(query, rotation), rotate(key, rotation), value)
         buckets, keys = packed_seq_params.buckets, packed_seq_params.keys
-        output = _packed(
+        output = packed_attention(
             *heads,
             buckets=buckets,
             keys=keys,
@@ -222,7 +223,7 @@ class TorchSelfAttention(SelfAttention):
         return self.linear_proj(output)
 
 
-def _packed(
+def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -233,7 +234,8 @@ def _packed(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention within each sequence of [T, 1, heads, D], as [T, 1, A D].
+    """Causal attention within each sequence of [T, 1, heads, D], as [T, 1, A D]. Values may have
+    another size than queries and keys.
 
     Args:
         sinks, window: the layer's (attention_sinks.py).

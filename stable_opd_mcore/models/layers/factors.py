@@ -2,8 +2,8 @@
 
 Tensor ranks cut a pair where they cut its matrix W [O, I]. If a rank has rows of W, it has all of
 A, which multiplies its own tokens, and these rows of B; [T, R] is gathered in between. If it has
-columns of W, it has these columns of A and all of B; [T, R] is summed in between. An expert's pair
-is on the rank that holds the expert.
+columns of W, it has these columns of A and all of B; [T, R] is summed in between. A rank that has
+all of W has all of both. An expert's pair is on the rank that holds the expert.
 
 Which matrices of a model have factors, and what is done with all of them, is in models/lora.py.
 
@@ -56,8 +56,10 @@ class Factors(Module):
         self.is_on = True
         self._architecture = model.architecture
         self.group = model.pg_collection.tp
-        self.num_parts = 1 if entry.is_expert else self.group.size()
+        is_whole = entry.is_expert or entry.layout == "replicated"
+        self.num_parts = 1 if is_whole else self.group.size()
         self.cuts_columns = entry.layout == "columns"
+        self._sums_tokens: bool = model.config.sequence_parallel
         # rollout/inference.py switches it off while it samples.
         self.sequence_parallel = self.num_parts > 1 and model.config.sequence_parallel
         like = {"dtype": weight.dtype, "device": weight.device}
@@ -81,8 +83,8 @@ class Factors(Module):
             own.allreduce = False
         elif (cut := self.cut_of(which)) is not None:
             set_tensor_model_parallel_attributes(own, True, cut, 1)
-        elif self.num_parts > 1:
-            own.sequence_parallel = self.sequence_parallel
+        elif self.num_parts > 1 or self.entry.layout == "replicated":
+            own.sequence_parallel = self._sums_tokens
 
     def cut_of(self, which: Which) -> int | None:
         """The dimension in which A or B is cut over tensor ranks; None: every rank has it whole."""

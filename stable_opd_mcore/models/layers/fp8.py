@@ -53,6 +53,19 @@ def _widths(architecture: Architecture, tensor: int) -> dict[str, int]:
     widths: dict[str, int] = {}
     if model.experts is not None and model.dense_width:
         widths["the shared expert's width"] = model.dense_width // tensor
+    if model.num_dense_layers:
+        widths["a dense layer's width"] = model.mlp_width // tensor
+    if (latent := model.latent) is not None:
+        own = model.num_attention_heads // tensor
+        return widths | {
+            "hidden_size": model.hidden_size,
+            "kv_lora_rank": latent.rank,
+            **({"q_lora_rank": latent.query_rank} if latent.query_rank else {}),
+            "the queries' width": own * model.head_dim,
+            "the keys' and values' width": own * (latent.plain_dim + latent.value_dim),
+            "the output's width": own * latent.value_dim,
+            "the feed-forward width": model.ffn_hidden_size // ranks,
+        }
     if (net := model.delta_net) is not None:
         of_all = (net.channels + net.values) // tensor
         widths["the gated delta net's width of values"] = net.values // tensor

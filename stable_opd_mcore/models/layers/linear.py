@@ -102,6 +102,19 @@ def emulate_fp8(chunk: Any, fp8: Fp8) -> None:
                 module.rounding = ROUNDINGS[fp8.recipe]
 
 
+class ReplicatedLinear(torch.nn.Module):
+    """A layer whose matrix every tensor rank has whole, for its own tokens; never in FP8."""
+
+    def __init__(self, config: Any, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore
+
+    def forward(self, input: Tensor) -> tuple[Tensor, None]:
+        output: Any = _Product.apply(input, self.weight, None)
+        return output, None
+
+
 class TorchColumnLinear(TorchLinear, ColumnParallelLinear):
     """Megatron's layer with rows of the matrix on each tensor rank."""
 

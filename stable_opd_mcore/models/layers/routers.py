@@ -37,6 +37,7 @@ class Routers:
     def __init__(self, chunks: Sequence[Module]) -> None:
         architecture, device = architecture_of(chunks), next(chunks[0].parameters()).device
         self._chunk, self._experts = unwrap(chunks[0]), architecture.experts
+        self._num_dense_layers = architecture.num_dense_layers
         shape = (architecture.num_layers, self._experts.number if self._experts else 0)
         # All layers; those of other ranks stay 0.
         self.counts_YE = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -86,7 +87,7 @@ class Routers:
         counts_YE = self.counts_YE.clone()
         dist.all_reduce(counts_YE)
         self.counts_YE.zero_()
-        return load_metrics(counts_YE)
+        return load_metrics(counts_YE[self._num_dense_layers :])
 
 
 class _MicroBatchChoices(NamedTuple):

@@ -33,6 +33,10 @@ _FUSED = {  # part of our name -> (part of SGLang's name, the fused parts in ord
     }.items()
     for part in parts
 }
+# SGLang makes one matrix of the products that give latents, but only of two tensors that come in
+# one message. Without a latent of queries the second is a matrix of its own.
+SENT_TOGETHER = ("q_a_proj", "kv_a_proj_with_mqa")
+_FP32_ROUTERS = ("glm4_moe_lite",)  # model types whose router's matrix a server holds in fp32
 _COLUMNS = ("o_proj.weight", "down_proj.weight", "out_proj.weight")
 _ROWS = (
     "q_proj",
@@ -44,6 +48,9 @@ _ROWS = (
     "linear_attn.A_log",
     "linear_attn.dt_bias",
     "self_attn.sinks",
+    "self_attn.q_proj.weight",  # of a latent attention, as are the next two
+    "q_b_proj.weight",
+    "kv_b_proj.weight",
 )
 _DELTA_CHANNELS = ("in_proj_qkv", "conv1d.weight")  # rows of q, k and v, each cut by itself
 _UNTRAINED = "visual."  # a server's parameters for which the trainer has no tensor
@@ -62,12 +69,15 @@ def name_on_server(name: str, architecture: Architecture) -> str:
 
 def dtype_sent(name: str, dtype: torch.dtype) -> torch.dtype:
     """The type in which a server of precision `dtype` is sent a tensor."""
-    return torch.float32 if name.endswith(".A_log") else dtype
+    is_fp32 = name.endswith((".A_log", ".e_score_correction_bias"))
+    return torch.float32 if is_fp32 else dtype
 
 
-def as_held(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def as_held(name: str, tensor: Tensor, dtype: torch.dtype, architecture: Architecture) -> Tensor:
     """A tensor in the type in which a server of precision `dtype` holds it."""
     sent = tensor.to(dtype_sent(name, dtype))
+    if name.endswith(".mlp.gate.weight") and architecture.model_type in _FP32_ROUTERS:
+        return sent.float()
     if name.endswith(".sinks"):
         return sent.bfloat16()
     return sent.float() if ".experts." in name and name.endswith(".bias") else sent
@@ -82,6 +92,12 @@ class ExpectedChecksums:
         self._hash = gpu_hash if on_gpu else cpu_hash
         self._mlp_multiple = 1 if on_gpu else CPU_MLP_MULTIPLE * tensor_size
         self._parts: dict[str, dict[str, Tensor]] = {}  # incomplete fused parameters
+        self._fused = dict(_FUSED)
+        if (latent := architecture.latent) is not None:
+            del self._fused["q_proj"]
+            if latent.query_rank is not None:
+                fused = "fused_qkv_a_proj_with_mqa", SENT_TOGETHER
+                self._fused |= dict.fromkeys(SENT_TOGETHER, fused)
         self.per_rank: list[Checksums] = [{} for _ in range(tensor_size)]
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -91,10 +107,10 @@ class ExpectedChecksums:
             self._add_expert(expert[1], int(expert[2]), expert[3], expert[4], tensor)
             return
         part = name.split(".")[-2] if "." in name else name
-        if part not in _FUSED:
+        if part not in self._fused:
             self._enter(name, [[self._shard(name, tensor, rank)] for rank in range(self._size)])
             return
-        fused, order = _FUSED[part]
+        fused, order = self._fused[part]
         fused_name = name.replace(part, fused)
         parts = self._parts.setdefault(fused_name, {})
         parts[part] = tensor

@@ -100,6 +100,9 @@ def family_arguments(served: Architecture, device: str, is_student: bool) -> lis
     """SGLang's arguments for a model of this family, where its defaults do not do."""
     if device == "cpu" and served.family.sinks:  # tools/sglang_cpu's attention with sinks
         return ["--attention-backend", "intel_amx", "--disable-hybrid-swa-memory"]
+    if is_student and served.family.shared_name == "shared_experts":
+        # Else SGLang holds a shared expert among the others, which no checksum here expects.
+        return ["--disable-shared-experts-fusion"]
     if device != "cpu" and is_student and served.family.stacked_experts:
         # Other kernels hold experts in layouts of their own, which no checksum here expects.
         return ["--moe-runner-backend", "triton"]
@@ -151,6 +154,10 @@ def model_config(architecture: Architecture) -> dict[str, Any]:
     if (text_type := architecture.family.text_type) is not None:
         own |= {"tie_word_embeddings": architecture.tied, "model_type": text_type}
         source = _without_sections(source["text_config"])
+    if architecture.family.dense_layers is not None:
+        # SGLang reads only this key, and has no use for layers that are not trained.
+        own |= {"first_k_dense_replace": architecture.num_dense_layers}
+        own |= {"num_nextn_predict_layers": 0}
     if architecture.delta_net is not None:
         own |= {"full_attention_interval": _attention_interval(architecture)}
     return own_class | source | own

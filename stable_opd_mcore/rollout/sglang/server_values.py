@@ -74,7 +74,7 @@ def compare_values(
     }
     for name, tensor in iter_hf_tensors(chunks):
         for held in ours.values():
-            held.add(name, as_held(name, tensor, dtype))
+            held.add(name, as_held(name, tensor, dtype, architecture_of(chunks)))
     return {
         each.target.name: _compared(
             each, ours[each.target.tensor, each.difference.parameter], folder

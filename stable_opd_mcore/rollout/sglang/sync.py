@@ -26,6 +26,7 @@ from torch.nn import Module
 from stable_opd_mcore.models.files.expert_stacks import file_shapes, place
 from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.rollout.sglang.checksums import (
+    SENT_TOGETHER,
     Checksums,
     Difference,
     ExpectedChecksums,
@@ -112,7 +113,8 @@ def make_buckets(
     chunks: Sequence[Module], dtype: torch.dtype, bucket_bytes: int, buffers: Buffers
 ) -> Iterator[Bucket]:
     """Whole tensors cast to the types in which they are sent, packed into two buffers in turn; a
-    large one by itself. Where files stack the experts of a layer, a stack is one tensor."""
+    large one by itself. Where files stack the experts of a layer, a stack is one tensor. Two that
+    SGLang joins are in one bucket."""
     architecture = architecture_of(chunks)
     is_stacked = architecture.family.stacked_experts
     shapes = {
@@ -121,6 +123,12 @@ def make_buckets(
     }
     dtypes = {name: dtype_sent(name, dtype) for name in shapes}
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
+    # What must fit into a bucket together, from its first tensor on
+    needed = sizes | {
+        name: sizes[name] + sizes[partner]
+        for name in sizes
+        if (partner := name.replace(*SENT_TOGETHER)) != name and partner in sizes
+    }
     bucket_bytes = min(bucket_bytes, sum(sizes.values()))
     buffer = torch.empty(0, dtype=torch.uint8)
     pending: dict[str, Tensor] = {}
@@ -130,11 +138,11 @@ def make_buckets(
         sent = name_on_server(name if found is None else found.stack, architecture)
         if sent not in pending:
             is_aligned = used % dtypes[sent].itemsize == 0
-            if pending and (used + sizes[sent] > len(buffer) or not is_aligned):
+            if pending and (used + needed[sent] > len(buffer) or not is_aligned):
                 yield Bucket(buffer[:used], tuple(pending.items()))
                 pending, used = {}, 0
             if not pending:
-                buffer = buffers.take(max(sizes[sent], bucket_bytes), tensor.device)
+                buffer = buffers.take(max(needed[sent], bucket_bytes), tensor.device)
             view = buffer[used : used + sizes[sent]].view(dtypes[sent])
             pending[sent] = view.view(shapes[sent])
             used += sizes[sent]
@@ -161,7 +169,7 @@ def _verify_all(
     finish = in_daemon(lambda: ask_all(alive, lambda t: sessions[t.name].finish()), "verify")
     for name, tensor in iter_hf_tensors(chunks):
         for checksums in expected.values():
-            checksums.add(name, as_held(name, tensor, dtype))
+            checksums.add(name, as_held(name, tensor, dtype, architecture_of(chunks)))
     answers, failed = finish.result()
     different: dict[str, Difference] = {}
 

@@ -24,6 +24,7 @@ MILLIONS = {
     "stable_opd_30b_a3b": 30532,
     "stable_opd_8b_235b": 8191,
     "recipes/gpt_oss_20b_120b": 20915,
+    "recipes/moonlight": 15960,
     "recipes/gemma3_4b_27b": 3880,  # 4,300 with the vision tower
 }
 

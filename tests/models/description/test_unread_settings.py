@@ -22,7 +22,7 @@ def test_settings_that_switch_something_on_are_named_and_those_of_transformers_a
     inner |= found | {"residual_multiplier": None, "use_mrope": False}
     rotary = inner["rope_parameters"]
     rotary = rotary.get("full_attention", rotary)
-    rotary |= {"ext_factor": 1.0, "mscale": None}
+    rotary |= {"ext_factor": 1.0, "beta_slow": None, "mscale": rotary.get("mscale")}
     assert unread_settings(fields) == found | {"rope_parameters.ext_factor": 1.0}
     inner["auto_map"] = {"AutoConfig": "a.B", "AutoTokenizer": ["a.B", None]}
     assert "auto_map" not in unread_settings(fields)

@@ -71,7 +71,10 @@ def _save_transformers_model(fields: dict, directory: Path, *, stacked: bool = F
     model = tiny.transformer(fields, seed=1)
     # Random norms and biases: their initial ones and zeros would hide that they are not loaded.
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+            is_weight = isinstance(weight, torch.nn.Parameter) or "correction_bias" in name
+            if not is_weight:
+                continue
             if weight.dim() == 1 or name.endswith("_bias"):
                 weight.add_(torch.randn_like(weight), alpha=0.2)
             if fields["model_type"] == "gpt_oss" and name.endswith("gate_up_proj"):

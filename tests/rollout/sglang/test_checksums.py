@@ -115,7 +115,7 @@ def test_experts_with_gate_and_up_in_turn_have_biases_of_which_one_rank_adds_the
     full = {name: torch.randn(shape) for name, shape in hf_shapes(fields).items() if layer in name}
     expected = ExpectedChecksums(fields, 2, on_gpu=False)
     for name, tensor in full.items():
-        expected.add(name, as_held(name, tensor, torch.float32))
+        expected.add(name, as_held(name, tensor, torch.float32, fields))
 
     experts = f"{layer}mlp.experts."
 
@@ -141,7 +141,35 @@ def test_experts_with_gate_and_up_in_turn_have_biases_of_which_one_rank_adds_the
             name: cpu_hash([tensor]) for name, tensor in wanted.items()
         }
     biased = f"{experts}0.up_proj.bias"
-    assert as_held(biased, full[biased], torch.bfloat16).dtype == torch.float32
+    assert as_held(biased, full[biased], torch.bfloat16, fields).dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["glm4_moe_lite", "deepseek_v3"])
+def test_products_that_give_latents_are_whole_on_every_rank(family):
+    """With a latent of queries they are one matrix. GLM's router is held in fp32."""
+    fields = tiny.architecture(family)
+    layer, has_latent = "model.layers.1.", fields.latent.query_rank is not None
+    full = {name: torch.randn(shape) for name, shape in hf_shapes(fields).items() if layer in name}
+    expected = ExpectedChecksums(fields, 2, on_gpu=True)
+    for name, tensor in full.items():
+        expected.add(name, as_held(name, tensor, torch.bfloat16, fields))
+    parts = {name.removeprefix(f"{layer}self_attn."): x.bfloat16() for name, x in full.items()}
+    down = parts["kv_a_proj_with_mqa.weight"]
+    wanted = {"kv_a_proj_with_mqa.weight": [down, down]}
+    if has_latent:
+        both = torch.cat((parts["q_a_proj.weight"], down))
+        wanted = {"fused_qkv_a_proj_with_mqa.weight": [both, both]}
+    queries = "q_b_proj.weight" if has_latent else "q_proj.weight"
+    wanted |= {name: parts[name].chunk(2) for name in (queries, "kv_b_proj.weight")}
+    wanted["o_proj.weight"] = parts["o_proj.weight"].chunk(2, dim=1)
+    for rank, found in enumerate(expected.per_rank):
+        for name, each in wanted.items():
+            assert found[f"{layer}self_attn.{name}"] == gpu_hash([each[rank]]), name
+        router, bias = (f"{layer}mlp.gate.{x}" for x in ("weight", "e_score_correction_bias"))
+        held = full[router].bfloat16()
+        assert found[router] == gpu_hash([held.float() if has_latent else held])
+        assert found[bias] == gpu_hash([full[bias]])
+        assert not any(".q_a_proj" in name for name in found)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])

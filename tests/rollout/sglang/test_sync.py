@@ -18,6 +18,7 @@ from stable_opd_mcore.models.lora import adapt
 from stable_opd_mcore.models.weights import iter_hf_tensors
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.sglang import group
+from stable_opd_mcore.rollout.sglang.checksums import SENT_TOGETHER
 from stable_opd_mcore.rollout.sglang.group import (
     DistributedTransport,
     join_group,
@@ -82,6 +83,21 @@ def test_decay_rates_travel_in_fp32_to_servers_in_bf16(world):
         found = packed[name.replace("model.language_model.", "model.")]
         assert found.dtype == (torch.float32 if in_fp32 else torch.bfloat16)
         assert torch.equal(found, tensor.to(found.dtype))
+
+
+def test_products_that_sglang_joins_are_in_one_bucket_and_biases_of_the_choice_in_fp32(world):
+    fields = tiny.architecture("glm4_moe_lite")
+    chunks = build_model(fields, world, precision="bf16", trainable=False, seed=2)
+    expected = dict(iter_hf_tensors(chunks))
+    buckets = []
+    for bucket in make_buckets(chunks, torch.bfloat16, 1500, Buffers()):  # smaller than a pair
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in bucket.tensors)
+        buckets.append({name: tensor.dtype for name, tensor in bucket.tensors})
+    for layer in range(fields.num_layers):
+        pair = (f"model.layers.{layer}.self_attn.{x}.weight" for x in SENT_TOGETHER)
+        assert any(each.keys() >= set(pair) for each in buckets)
+    in_fp32 = [name for each in buckets for name, dtype in each.items() if dtype == torch.float32]
+    assert in_fp32 == [f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
