@@ -94,7 +94,7 @@ def disk(inputs: RunInputs) -> Iterator[Finding]:
     checkpoint = model + state * size.total_parameters()
     if lora := config.student.lora:  # a checkpoint holds only the factors; an adapter is exported
         factors = size.factor_parameters(lora, stage=0)
-        factors += size.expert_factor_parameters(lora)
+        factors += size.expert_factor_parameters(lora, stage=0)
         model, checkpoint = model + element * factors, (element + state) * factors
     home = config.run.path
     existing = len(list(config.run.files.checkpoints.glob(ANY_STEP)))
