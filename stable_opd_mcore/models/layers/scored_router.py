@@ -30,13 +30,13 @@ class ScoredRouter(TopKRouter):
 
     def routing(self, logits: Tensor, *_: Any, **unused: Any) -> tuple[Tensor, Tensor]:
         """Probabilities and bool [T, E] of the chosen experts."""
-        scores_TE: Tensor = logits.view(-1, self._experts.number).float().sigmoid()
+        scores_TE = logits.view(-1, self._experts.number).float().sigmoid()
         biased_TE = scores_TE.detach() + self.choice_bias
         replay: Any = self.router_replay
         if replay is None:
-            _, chosen_TX = self._choose(biased_TE)
+            chosen_TX = self._choose(biased_TE)[1]
         else:
-            _, chosen_TX = replay.get_replay_topk(biased_TE, self.topk, None, None, self._choose)
+            chosen_TX = replay.get_replay_topk(biased_TE, self.topk, None, None, self._choose)[1]
         probabilities_TX = scores_TE.gather(1, chosen_TX)
         if self._experts.normalised:
             probabilities_TX = probabilities_TX / (probabilities_TX.sum(1, keepdim=True) + 1e-20)
