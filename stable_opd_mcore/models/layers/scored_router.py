@@ -3,8 +3,8 @@
 Megatron's takes other groups unless twice as many experts as groups are chosen, always divides by
 the sum of the scores, and moves the bias after each step. Here the bias is never moved: it is part
 of the model as the teacher's vocabulary is, and a parameter without a gradient, so that files,
-checkpoints, hashes and publishes hold it as they hold weights. transformers'
-models/deepseek_v3/modeling_deepseek_v3.py is the definition.
+checkpoints, hashes and publishes hold it as they hold weights. transformers' class
+DeepseekV3TopkRouter is the definition.
 
 Letters: T tokens, E experts, X chosen experts of a token.
 """
