@@ -32,15 +32,21 @@ class GuardState:
     since_measure: int = 0  # steps with damage since the newest measure
     quiet: int = 0  # steps in a row without symptoms
     rollbacks: int = 0
-    return_to: int | None = None  # step of a checkpoint; decided and not yet carried out
-    healthy_saves: tuple[int, ...] = ()  # steps of the newest healthy checkpoints, oldest first
-    recent_save: int | None = None  # becomes a healthy one if the run stays healthy
+    must_roll_back: bool = False  # decided and not yet carried out
+    healthy_save: int | None = None  # step of the newest healthy checkpoint
+    older_save: int | None = None  # of the healthy one before it
+    recent_save: int | None = None  # becomes healthy_save if the run stays healthy
 
     @property
     def kept_saves(self) -> frozenset[int]:
         """Steps whose checkpoints the run may return to."""
-        recent = () if self.recent_save is None else (self.recent_save,)
-        return frozenset({*self.healthy_saves, *recent})
+        saves = {self.healthy_save, self.older_save, self.recent_save}
+        return frozenset(step for step in saves if step is not None)
+
+    def save_for(self, rollback: int) -> int | None:
+        """Step of the checkpoint of a run's first or second return; None if there is none."""
+        older = self.healthy_save if self.older_save is None else self.older_save
+        return {1: self.healthy_save, MAX_ROLLBACKS: older}.get(rollback)
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,8 @@ def _with_symptoms(
     }
     details: dict[str, Any] = {"evidence": evidence, "next": _outlook(config, state)}
     held: dict[str, Any] = {"beta": state.beta, "lambda": state.lambda_}
-    if state.return_to is not None:
-        held |= {"to_step": state.return_to}
+    if state.must_roll_back:
+        held |= {"to_step": state.save_for(state.rollbacks)}
     return state, [
         Action(name, details if name in ("warned", "damaged") else details | held) for name in names
     ]
@@ -114,7 +120,7 @@ def _measure(
     state = replace(state, beta=beta, lambda_=lambda_, since_measure=since)
     if state.measure == "none" and helps:
         return ["raised"], replace(state, measure="raised", since_measure=0)
-    target = _next_return(state)
+    target = state.save_for(state.rollbacks + 1)
     if since < PATIENCE and (state.measure == "raised" or target is None):
         return [], state
     if target is None:
@@ -126,19 +132,12 @@ def _measure(
         measure="raised",
         since_measure=0,
         rollbacks=state.rollbacks + 1,
-        return_to=target,
+        must_roll_back=True,
     )
 
 
 def _raised(value: float, largest: float) -> float:
     return min(largest, max(2 * value, FIRST_SHARE * largest))
-
-
-def _next_return(state: GuardState) -> int | None:
-    """The checkpoint of the next return: the newest healthy one, then the one before it."""
-    if not state.healthy_saves or state.rollbacks == MAX_ROLLBACKS:
-        return None
-    return state.healthy_saves[max(0, len(state.healthy_saves) - 1 - state.rollbacks)]
 
 
 def _outlook(config: GuardConfig, state: GuardState) -> str:
@@ -149,7 +148,7 @@ def _outlook(config: GuardConfig, state: GuardState) -> str:
         return "the run ends"
     if not state.damaged:
         return "a measure if there is damage"
-    target = _next_return(state)
+    target = state.save_for(state.rollbacks + 1)
     then = "the run is stopped" if target is None else f"the run returns to step {target}"
     return f"{then} after {PATIENCE - state.since_measure} more steps with damage"
 
@@ -164,8 +163,8 @@ def _without_symptoms(
         held = {"beta": state.beta, "lambda": state.lambda_, "next": _outlook(config, state)}
         actions.append(Action("recovered", held))
     if state.recent_save is not None and step >= state.recent_save + HEALTHY_AFTER:
-        healthy = (*state.healthy_saves, state.recent_save)[-MAX_ROLLBACKS:]
-        state = replace(state, healthy_saves=healthy, recent_save=None)
+        healthy, older = state.recent_save, state.healthy_save
+        state = replace(state, healthy_save=healthy, older_save=older, recent_save=None)
     if config.acts and saved and state.recent_save is None and not state.warned:
         state = replace(state, recent_save=step)
     return state, actions

@@ -88,9 +88,11 @@ def roll_back(run: Run, state: TrainState) -> TrainState:
     Raises:
         UserError: that checkpoint is damaged or gone.
     """
-    if not run.config.guard.acts or state.guard.return_to is None:
+    if not (run.config.guard.acts and state.guard.must_roll_back):
         return state
-    path = run.config.run.files.checkpoint(state.guard.return_to)
+    step = state.guard.save_for(state.guard.rollbacks)
+    assert step is not None
+    path = run.config.run.files.checkpoint(step)
     if fault := find_fault(path):
         raise UserError(
             f"step {state.step}: the guard would return to {path}, which cannot be used: {fault}. "
@@ -102,7 +104,7 @@ def roll_back(run: Run, state: TrainState) -> TrainState:
     state = replace(
         state,
         weight_version=state.weight_version + 1,
-        guard=replace(state.guard, return_to=None),
+        guard=replace(state.guard, must_roll_back=False),
     )
     run.engine.publish(state.weight_version)
     return state
@@ -118,13 +120,14 @@ def refuse_collapsed(
         return
     files = run.config.run.files
     on_first_rank(run.world, lambda: write_report(files))
-    if not state.guard.healthy_saves:
+    healthy = state.guard.healthy_save
+    if healthy is None:
         remedy = (
             "There is no healthy checkpoint: start a new run with "
             f"checkpoint.every={MOST_STEPS_BETWEEN_SAVES} or less"
         )
     else:
-        place = files.checkpoint(state.guard.healthy_saves[-1])
+        place = files.checkpoint(healthy)
         start = f"Newest healthy checkpoint: {place}. Start a new run with student.path set to"
         if run.config.student.lora is None:
             remedy = f"{start} it"

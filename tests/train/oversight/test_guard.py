@@ -212,16 +212,16 @@ def test_healthy_noise_causes_no_action():
 
 def test_save_counts_as_healthy_only_after_patience_steps_without_symptoms():
     states, _ = follow([HEALTHY] * 60)
-    assert [state.healthy_saves for state in states[:40]] == [
-        *[()] * 19,
-        *[(10,)] * 10,
+    assert [(state.older_save, state.healthy_save) for state in states[:40]] == [
+        *[(None, None)] * 19,
+        *[(None, 10)] * 10,
         *[(10, 20)] * 10,
         (20, 30),
     ]
     assert states[24].kept_saves == {10, 20}
     late, _ = follow([HEALTHY] * 24 + [DAMAGE] * 20, every=8)
     assert late[23].recent_save == 24  # that of step 16 came before step 8 had proved healthy
-    assert late[-1].healthy_saves == (8,)
+    assert late[-1].healthy_save == 8
     assert late[-1].recent_save is None
 
 
@@ -247,11 +247,20 @@ def test_state_from_a_checkpoint_decides_the_same(cut):
     assert more == [(step, action) for step, action in actions if step > cut]
 
 
+def test_state_of_an_earlier_version_is_read():
+    series = {"recent": [0.1] * 5, "learnt": 40, "start": 0.1, "normal": 0.1, "variance": 0.0}
+    old = {"watched": {"truncation": series}, "must_roll_back": False, "healthy_save": 20}
+    state = TypeAdapter(GuardState).validate_json(json.dumps(old), strict=True)
+    _, actions = follow([CAPPED] * 20, state=state, first=41)
+    assert names(actions)[:3] == [(45, "warned"), (45, "damaged"), (45, "raised")]
+    assert actions[-1][1].details["to_step"] == 20
+
+
 def test_measures_end_when_the_policy_is_weakened():
     states, _ = follow([HEALTHY] * 45 + [DAMAGE] * 25)
-    assert states[-5].return_to == 30
+    assert states[-5].must_roll_back
     state, _ = decide(replace_policy("warn"), states[-5], 71, DAMAGE, saved=False)
     assert (state.measure, state.beta, state.lambda_) == ("none", 0, 0)
-    assert state.return_to is None
+    assert not state.must_roll_back
     stopped = replace(states[-1], measure="stopped")
     assert decide(replace_policy("warn"), stopped, 72, HEALTHY, False)[0].measure == "none"
