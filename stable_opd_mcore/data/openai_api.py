@@ -27,7 +27,7 @@ from stable_opd_mcore.data.request_parts import (
 )
 
 # The run's sampling holds: another one would be another distribution than the one that is trained.
-_SAMPLING = (
+SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
@@ -93,7 +93,7 @@ def read_request(
 
 def _read(given: Object, template_kwargs: Object, is_retry: bool) -> tuple[ChatRequest, Form]:
     fields = {key: value for key, value in given.items() if value is not None}
-    ignored = {key for key in fields if key in (*_SAMPLING, *_WITHOUT_EFFECT)}
+    ignored = {key for key in fields if key in (*SAMPLING, *_WITHOUT_EFFECT)}
     _refuse_fields(fields.keys() - ignored - set(_READ), fields, template_kwargs)
     found, unread = read_messages(fields.get("messages"))
     tools, unread_of_tools = read_tools(fields.get("tools"))
@@ -133,11 +133,16 @@ def _refuse_fields(names: set[str], fields: Object, template_kwargs: Object) -> 
         elif name == "reasoning_effort":
             _refuse_other(name, name, value, template_kwargs)
         else:
-            raise refused(
-                f"{name}={value!s:.60}: not known here, and it might change what the student "
-                "reads or samples; leave it out (LiteLLM: drop_params, additional_drop_params)",
-                "unknown_parameter",
-            )
+            raise unknown_field(name, value)
+
+
+def unknown_field(name: str, value: Any) -> RequestError:
+    """For a field of which nothing is known here."""
+    return refused(
+        f"{name}={value!s:.60}: not known here, and it might change what the student reads or "
+        "samples; leave it out (LiteLLM: drop_params, additional_drop_params)",
+        "unknown_parameter",
+    )
 
 
 def _refuse_other(name: str, key: str, value: Any, template_kwargs: Object) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import uvicorn
 
-from stable_opd_mcore.data import openai_api
+from stable_opd_mcore.data import anthropic_api, openai_api
 from stable_opd_mcore.data.chat_api import ChatReply, ChatRequest, RequestError
 from stable_opd_mcore.errors import UserError
 
@@ -65,8 +65,16 @@ _CHAT = Api(
     openai_api.error_body,
     b": the student is still sampling\n\n",
 )
-APIS = {"chat/completions": _CHAT}
+_MESSAGES = Api(
+    anthropic_api.read_request,
+    anthropic_api.message,
+    anthropic_api.events,
+    anthropic_api.error_body,
+    b'event: ping\ndata: {"type": "ping"}\n\n',
+)
+APIS = {"chat/completions": _CHAT, "messages": _MESSAGES}
 _REMEDIES = {
+    "messages/count_tokens": "tokens are not counted here; the usage of each reply is exact",
     "responses": (
         "the Responses API is not served here; use chat completions: "
         "set_default_openai_api('chat_completions') of the OpenAI Agents SDK, "
@@ -136,7 +144,7 @@ def app(
         assert scope["type"] == "http"
         connection = _Connection(receive, send)
         secret, name = _parts(scope["path"])
-        api = APIS.get(name, _CHAT)
+        api = _MESSAGES if name.startswith("messages") else _CHAT
         try:
             if name == "models" and scope["method"] == "GET":
                 return await connection.end(200, openai_api.model_list())
@@ -162,7 +170,7 @@ def _parts(path: str) -> tuple[str, str]:
 def _refuse_path(name: str, scope: Mapping[str, Any]) -> None:
     if name not in APIS:
         kind = "unknown_url"
-        remedy = _REMEDIES.get(name, "use base_url as it was given, and chat completions")
+        remedy = _REMEDIES.get(name, "use base_url as it was given, and chat/completions")
         raise RequestError(404, kind, f"{scope['method']} /.../{name:.60}: {remedy}")
     if scope["method"] != "POST":
         raise RequestError(405, "unknown_method", f"{scope['method']}: this URL takes only POST")

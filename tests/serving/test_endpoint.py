@@ -73,6 +73,18 @@ def test_a_turn_comes_as_events(base_url, client):
     assert usage["usage"]["total_tokens"] == 6
 
 
+def test_anthropics_api_is_served_too(base_url, client):
+    found = client.post(f"{base_url}/messages", json=BODY)
+    assert found.json()["content"] == [{"type": "text", "text": "1+1? False"}]
+    found = client.post(f"{base_url}/messages", json=BODY | {"stream": True, "max_tokens": 5})
+    assert found.text.startswith('event: ping\ndata: {"type": "ping"}\n\n')
+    assert found.text.endswith('event: message_stop\ndata: {"type": "message_stop"}\n\n')
+    found = client.post(f"{base_url}/messages/count_tokens", json=BODY)
+    assert found.status_code == 404
+    assert "the usage of each reply is exact" in found.json()["error"]["message"]
+    assert found.json()["type"] == "error"
+
+
 def test_a_client_that_waits_hears_something(base_url, client):
     found = client.post(f"{base_url}/chat/completions", json=BODY | {"max_tokens": 5})
     assert found.content.startswith(b"  ")
