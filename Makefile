@@ -10,6 +10,7 @@
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
 #   make gpu     the suite of a Hopper GPU, twelve minutes without a network (docs/evidence/gpu.md); GPU_ARGS="--parts kernels loss"
 #   make gpu-bundle   what that suite needs on a machine without a network, in build/gpu-bundle (at most 60 MB)
+#   make agents  a venv of agents' packages, .venv-agents, for the tests of docs/agents.md (about 0.6 GB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
 #
 # PYTHON=python3.12 picks an interpreter. Without a GPU, a CPU build of torch saves gigabytes:
@@ -19,7 +20,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: gpu gpu-bundle sglang launch resolve demo test test-cluster test-slurm test-sglang rehearse checks install format clean
+.PHONY: gpu gpu-bundle sglang agents launch resolve demo test test-cluster test-slurm test-sglang rehearse checks install format clean
 install: $(INSTALLED)
 
 # pip takes the versions of the dependency group `dev` as constraints.
@@ -72,6 +73,13 @@ sglang: .venv-sglang/.installed
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps ./tools/sglang_cpu
 	@touch $@
 
+agents: .venv-agents/.installed
+.venv-agents/.installed: requirements/agent-clients.txt
+	@$(PYTHON) tools/check_python.py --until 3.13 make agents
+	$(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement $<
+	@touch $@
+
 launch: .venv-launch/.installed
 .venv-launch/.installed: pyproject.toml
 	@$(PYTHON) tools/check_python.py --until 3.13 make launch  # NeMo-Run's leptonai
@@ -96,4 +104,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-sglang .venv-launch .pytest_cache .ruff_cache
+	rm -rf .venv .venv-sglang .venv-agents .venv-launch .pytest_cache .ruff_cache
