@@ -120,10 +120,11 @@ def context_full(num_tokens: int, window: int) -> RequestError:
 def same_message(a: Message, b: Message) -> bool:
     """Whether two messages say the same: role, text without white space around it, and names and
     arguments of calls. Ids, the order of keys and thoughts do not count."""
-    return _said(a) == _said(b)
+    return message_key(a) == message_key(b)
 
 
-def _said(message: Message) -> tuple[str, str, str]:
+def message_key(message: Message) -> tuple[str, str, str]:
+    """What `same_message` compares."""
     calls = [
         (call["function"]["name"], call["function"]["arguments"])
         for call in cast("Sequence[Mapping[str, Any]]", message.get("tool_calls") or ())

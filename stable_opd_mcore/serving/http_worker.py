@@ -1,4 +1,5 @@
-"""The process that talks to servers: it sends, receives, checks and decodes on one event loop.
+"""The process that talks to servers: it sends, receives, checks and decodes on one event loop. It
+hands the requests of agents to its parent.
 
 http_process.py starts it and has the other end of its channel. It imports neither torch nor
 Megatron, and ends when its parent does, however that ends. It reads one reply of /generate in each
@@ -9,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import queue
 import resource
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,12 +25,21 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from stable_opd_mcore.data.chat_api import ChatReply, ChatRequest
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.serving.channel import receive_message, send_message
 from stable_opd_mcore.serving.exchange import Server, ServerFailure, exchange
 from stable_opd_mcore.serving.replies import UNUSABLE, content_of, read_completion, read_scores
-from stable_opd_mcore.serving.requests import Call, Completion, Generation, Request, Scoring
+from stable_opd_mcore.serving.requests import (
+    AgentCall,
+    Call,
+    Completion,
+    Generation,
+    HungUp,
+    Request,
+    Scoring,
+)
 
 _MAX_CONNECTING = 128  # connections that are being opened
 _OTHER_FILES = 64  # files that this process has open, with the connections of calls and probes
@@ -74,6 +85,9 @@ class Worker:
         self._connecting = asyncio.Semaphore(_MAX_CONNECTING)
         self._reading = asyncio.Lock()
         self._tokenizer: Tokenizer | None = None
+        self._call_numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[ChatReply]] = {}  # of agents
+        self._listening: set[asyncio.Task[None]] = set()
 
     async def run(self, parent: int) -> None:
         """Serve the parent until it has ended."""
@@ -138,7 +152,48 @@ class Worker:
         """Decode the responses that end from now on by this tokenizer.json."""
         self._tokenizer = Tokenizer.from_str(content)
 
+    def listen(
+        self, number: int, address: str, port: int, template_kwargs: Mapping[str, Any]
+    ) -> None:
+        """Take requests of agents at an address and a port, 0 for any, which is the answer."""
+        # Only a run with agents needs it.
+        from stable_opd_mcore.serving import endpoint
+
+        try:
+            listening = endpoint.listen(address, port)
+        except UserError as error:
+            self._answers.put((number, error))
+            return
+        work = endpoint.serve(endpoint.app(self._ask, template_kwargs), listening)
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(partial(_or_end_process, asyncio.Task[None].result))
+        self._listening.add(task)
+        self._answers.put((number, listening.getsockname()[1]))
+
+    def reply(self, number: int, result: ChatReply | Exception) -> None:
+        """Answer the call of an agent."""
+        waiting = self._calls.get(number)
+        if waiting is None or waiting.done():
+            return
+        if isinstance(result, Exception):
+            waiting.set_exception(result)
+        else:
+            waiting.set_result(result)
+
     # ---- one request
+
+    async def _ask(self, secret: str, request: ChatRequest) -> ChatReply:
+        """The parent's reply to an agent."""
+        call = AgentCall(next(self._call_numbers), secret, request)
+        waiting = self._calls[call.number] = asyncio.get_running_loop().create_future()
+        self._answers.put((None, call))
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            self._answers.put((None, HungUp(call)))
+            raise
+        finally:
+            del self._calls[call.number]
 
     def _answer(self, number: int, url: str, task: asyncio.Task[Any]) -> None:
         del self._tasks[number]

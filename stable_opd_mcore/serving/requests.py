@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import orjson
 from numpy.typing import DTypeLike, NDArray
 
+from stable_opd_mcore.data.chat_api import ChatRequest
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import Sampling, SequenceScores
@@ -194,3 +195,17 @@ def _require_in_vocabulary(token_ids: Sequence[int] | NDArray[np.int32], vocab_s
             f"token id {outside[0]} is outside the server's vocabulary of {vocab_size}, and is not "
             "sent: the tokenizer belongs to another model; set tokenizer.path to the student's"
         )
+
+
+class AgentCall(NamedTuple):
+    """A request of an agent, which the trainer answers."""
+
+    number: int  # of the call, in the process that talks to servers
+    secret: str  # of the URL, which says whose request it is
+    request: ChatRequest
+
+
+class HungUp(NamedTuple):
+    """The client of a call has gone before its reply was sent."""
+
+    call: AgentCall
