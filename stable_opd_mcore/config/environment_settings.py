@@ -16,7 +16,9 @@ class EnvironmentConfig(Section):
     function: str | None = None
     """`path/to/file.py:function`, relative to the working directory. It is called with a row, as a
     dict of its columns, and a seed, and returns a generator that yields what the student reads and
-    returns the reward, a number. `null`: one response to each prompt."""
+    returns the reward, a number. With a third parameter `base_url` it is an agent: it calls the
+    student there, as often as it likes, and returns the reward. `null`: one response to each
+    prompt."""
     max_turns: PositiveInt = 10
     """Most turns of the student in an episode; one that has not ended by then has reward 0."""
     max_new_tokens: PositiveInt | None = None
@@ -32,11 +34,20 @@ class EnvironmentConfig(Section):
     the chat template's token ends each turn. `template`: what the chat template makes of them,
     which for some models leaves their thoughts out."""
     workers: PositiveInt = 4
-    """Processes that play the episodes of a data-parallel rank; each holds many."""
+    """Processes that play the episodes of a data-parallel rank; each holds many, or one of an
+    agent."""
     timeout_seconds: float = Field(default=60.0, gt=0)
-    """Time for one answer of the environment; after it the process is ended."""
+    """Time for one answer of the environment; after it the process is ended. For an agent: its own
+    time between a reply and its next request or its end."""
     memory_gib: float = Field(default=4.0, gt=0)
     """Address space of a process."""
+    address: str = Field(default="127.0.0.1", min_length=1)
+    """Address of this machine at which agents reach the student; `0.0.0.0` for containers and other
+    machines, which then use this machine's name. The URL of an episode has a secret of 128 bits,
+    but no encryption."""
+    max_lost_share: float | None = Field(default=None, ge=0, le=1)
+    """Of the agent's requests in a step that give turns of the student back, the most that may have
+    them in another form than it said them: more end the run. `null`: they are only counted."""
     max_observation_tokens: PositiveInt | None = 2048
     """Longest observation; the middle of a longer one is left out. `null`: whatever fits in the
     window."""
@@ -51,6 +62,8 @@ class EnvironmentConfig(Section):
         """The most tokens that the student reads between its turns."""
         if self.longest == 1:
             return 0
+        if self.is_agent:
+            return math.inf
         each = self.max_observation_tokens
         return math.inf if each is None else (self.longest - 1) * each
 
@@ -66,10 +79,21 @@ class EnvironmentConfig(Section):
     def read(self) -> UserFunction:
         """The function."""
         assert self.function is not None
-        return read_user_function(self.function, ("row", "seed"))
+        return read_user_function(self.function, ("row", "seed"), optional="base_url")
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether the function calls the student, and is no generator."""
+        return self.function is not None and self.read().takes_optional
 
     def require_one_context(self, key: str) -> None:
         """Raise a ValueError if episodes may have several contexts, with which `key` is wrong."""
+        if self.is_agent:
+            raise ValueError(
+                f"environment.function={self.function} with {key}: an agent may begin contexts of "
+                f"its own, and {key} needs episodes of one; write the function as a generator, "
+                f"without base_url, or drop {key}"
+            )
         if self.history == "template":
             raise ValueError(
                 f"environment.history=template with {key}: where the chat template rewrites "
@@ -81,6 +105,11 @@ class EnvironmentConfig(Section):
     def _usable(self) -> Self:
         start, steps = self.horizon_start, self.horizon_steps
         require_growth("environment", start, steps, "max_turns", self.max_turns)
-        if self.function is not None:
-            self.read()
+        if self.function is not None and not self.is_agent:
+            for key in ("address", "max_lost_share"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(
+                        f"environment.{key} with environment.function={self.function}, a "
+                        "generator: it is for agents, functions with a parameter base_url; drop it"
+                    )
         return self

@@ -317,6 +317,20 @@ class Config(Section):
                 "several golden turns: set it where conversations do, or drop rollout.prefix"
             )
 
+    def _require_agent_fits(self, agent: EnvironmentConfig) -> None:
+        if self.rollout.engine == "embedded" and self.rollout.partial:
+            raise ValueError(
+                f"rollout.partial=true with rollout.engine=embedded and the agent "
+                f"{agent.function}: this engine would wait for agents that wait for it; set "
+                "rollout.partial=false, or rollout.engine=sglang"
+            )
+        if self.rollout.prefix.by is not None:
+            raise ValueError(
+                f"rollout.prefix.by={self.rollout.prefix.by} with the agent {agent.function}: an "
+                "agent's first turn answers its own request; drop rollout.prefix, or write the "
+                "function as a generator, without base_url"
+            )
+
     def _require_environments_fit(self) -> None:
         minutes = self.fault.watchdog_minutes or LARGEST_WATCHDOG_MINUTES
         for source in self.data.sources:
@@ -331,6 +345,8 @@ class Config(Section):
                     "turns, and the trainer replays the experts that the newest ones chose; set "
                     "routing_replay to false or max_staleness to 0"
                 )
+            if environment.is_agent:
+                self._require_agent_fits(environment)
             if self.objective_of(source).discount:
                 environment.require_one_context("objective.discount")
             if self.teacher and self.teacher.prompt:

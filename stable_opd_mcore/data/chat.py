@@ -94,9 +94,9 @@ class Tokenizer:
 
     def _take(self, template_kwargs: Mapping[str, Any]) -> None:
         """Keep the arguments of the chat template; `tools` are those of prompts without any."""
-        self._template_kwargs = dict(template_kwargs)
-        refuse_unread(self._template_kwargs, self._template, self.path)
-        self._tools = given_tools(self._template_kwargs.pop("tools", ()), self.path)
+        self.template_kwargs = dict(template_kwargs)
+        refuse_unread(self.template_kwargs, self._template, self.path)
+        self._tools = given_tools(self.template_kwargs.pop("tools", ()), self.path)
         names = self._backend.get_added_vocab()
         self.form = MessageForm(self._rendered, self._template, names, self.path)
         # Conversations that the template keeps: their roles, and whether there are tools
@@ -359,6 +359,6 @@ class Tokenizer:
             tokenize=False,
             add_generation_prompt=generation_prompt,
             tools=[dict(tool) for tool in tools or self._tools] or None,
-            **self._template_kwargs,
+            **self.template_kwargs,
         )
         return str(text)

@@ -10,7 +10,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +37,7 @@ class UserFunction:
     name: str
     source: bytes  # the whole file
     neighbours: Neighbours = ()  # the files of its folder that it imports
+    takes_optional: bool = False  # it has the parameter that not all such functions have
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -69,8 +70,12 @@ def is_user_function(name: str) -> bool:
     return ".py" in name
 
 
-def read_user_function(named: str, parameters: Sequence[str]) -> UserFunction:
+def read_user_function(
+    named: str, parameters: Sequence[str], optional: str | None = None
+) -> UserFunction:
     """The function that a setting names, imported once; `parameters` are its arguments, in order.
+
+    optional: the name of one more, the last, which a function may have.
 
     Raises:
         ConfigError: no such file or function, a file that fails, or other parameters.
@@ -79,6 +84,8 @@ def read_user_function(named: str, parameters: Sequence[str]) -> UserFunction:
     if not path.endswith(".py") or not name.isidentifier():
         raise ConfigError(f"{named!r}: expected path/to/file.py:function")
     wanted = f"expected def {name}({', '.join(parameters)})"
+    if optional is not None:
+        wanted += f" or def {name}({', '.join((*parameters, optional))})"
     try:
         source = Path(path).read_bytes()
         found = UserFunction(path, name, source, neighbours_of(Path(path).parent, source))
@@ -100,7 +107,10 @@ def read_user_function(named: str, parameters: Sequence[str]) -> UserFunction:
     if not callable(function):
         raise ConfigError(f"{path}: no function {name} at its top level; {wanted}")
     try:
-        inspect.signature(function).bind(*parameters)
+        signature = inspect.signature(function)
+        if optional is not None and optional in signature.parameters:
+            found, parameters = replace(found, takes_optional=True), (*parameters, optional)
+        signature.bind(*parameters)
     except TypeError as error:
         given = f"{name}{inspect.signature(function)}"
         raise ConfigError(f"{path}: {given} cannot be called: {error}; {wanted}") from error

@@ -25,6 +25,7 @@ shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from math import ceil
@@ -53,6 +54,7 @@ from stable_opd_mcore.rollout.noise import Sampler, row_key, sample_rows
 # Finished rows are dropped when at most this share of the batch is still running. Between 0.75 and
 # 0.9 the time is the same; never dropping takes three times as long on a long-tailed batch.
 _COMPACT_BELOW = 0.85
+_GATHERING_SECONDS = 0.02  # agents that ask at the same time are decoded together
 
 
 @dataclass(eq=False)
@@ -134,7 +136,8 @@ class EmbeddedEngine(RolloutEngine):
             for prompt in prompts
             for sample in range(sampling.num_samples)
         ]
-        episodes = self._after_turns(episodes, sampling, step)
+        asked: dict[int, Future[WhatFollows]] = {}
+        episodes = self._after_turns(episodes, sampling, step, asked)
         limits = self._limits(episodes, sampling, share)
         if not self._some_replica_runs(bool(limits)):
             return episodes
@@ -144,7 +147,7 @@ class EmbeddedEngine(RolloutEngine):
                 for start in range(0, len(places), self.max_rows):
                     batch = places[start : start + self.max_rows]
                     self._extend(episodes, {n: limits[n] for n in batch}, sampling, step)
-                episodes = self._after_turns(episodes, sampling, step)
+                episodes = self._after_turns(episodes, sampling, step, asked)
                 limits = self._limits(episodes, sampling, share)
             while self._some_replica_runs(False):
                 padding_BT = torch.zeros(1, 1, dtype=torch.int64, device=self.world.device)
@@ -165,28 +168,53 @@ class EmbeddedEngine(RolloutEngine):
         return limits
 
     def _after_turns(
-        self, episodes: Sequence[Episode], sampling: Sampling, step: int
+        self,
+        episodes: Sequence[Episode],
+        sampling: Sampling,
+        step: int,
+        asked: dict[int, Future[WhatFollows]],
     ) -> list[Episode]:
-        """The episodes with what follows the turns that are over, until all are open or ended."""
+        """The episodes with what follows the turns that are over, until all are open or ended.
+
+        With agents, which may wait for the end of another's episode, until one is open; what is
+        asked then stays in `asked`, by place.
+        """
         episodes = list(episodes)
         while waiting := [n for n, each in enumerate(episodes) if each.awaits_observation]:
-            answers = self._what_follows([episodes[n] for n in waiting], sampling, step)
-            for place, answer in zip(waiting, answers, strict=True):
+            is_idle = not any(each.is_open for each in episodes)
+            answers = self._what_follows(episodes, waiting, sampling, step, asked, is_idle)
+            for place, answer in answers.items():
                 episodes[place] = episodes[place].after(answer)
+            if not answers:
+                break
         return episodes
 
     def _what_follows(
-        self, episodes: Sequence[Episode], sampling: Sampling, step: int
-    ) -> list[WhatFollows]:
-        """What follows a turn of each. The replica's first rank asks, so that all ranks agree."""
-        has_environment = any(each.prompt.environment is not None for each in episodes)
-        answers: list[WhatFollows] | UserError = []
+        self,
+        episodes: Sequence[Episode],
+        waiting: Sequence[int],
+        sampling: Sampling,
+        step: int,
+        asked: dict[int, Future[WhatFollows]],
+        is_idle: bool,
+    ) -> dict[int, WhatFollows]:
+        """What follows the turns at some places, with agents where it is known already, or, if the
+        engine is idle, where it is known first. The replica's first rank asks, so that all ranks
+        agree."""
+        has_environment = any(episodes[n].prompt.environment is not None for n in waiting)
+        answers: dict[int, WhatFollows] | UserError = {}
         if not has_environment or dist.get_rank(self.world.model_group) == 0:
-            asked = [self.interaction.observe(each, sampling, step) for each in episodes]
+            for n in waiting:
+                if n not in asked:
+                    asked[n] = self.interaction.observe(episodes[n], sampling, step)
             try:
-                for answer in asked:
-                    answers.append(answer.result())
-                    self.progress()
+                if self.interaction.has_agents:
+                    wait(asked.values(), None if is_idle else 0, FIRST_COMPLETED)
+                    wait(asked.values(), _GATHERING_SECONDS)
+                for n in waiting:
+                    if not self.interaction.has_agents or asked[n].done():
+                        answers[n] = asked.pop(n).result()
+                        self.progress()
             except UserError as error:
                 answers = error
         if has_environment:

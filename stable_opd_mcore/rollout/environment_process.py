@@ -1,4 +1,5 @@
-"""The trainer's end of a process that holds episodes (environment_worker.py)."""
+"""The trainer's end of a process that holds episodes (environment_worker.py) or plays one agent's
+after another (agent_worker.py)."""
 
 from __future__ import annotations
 
@@ -8,17 +9,18 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.user_code import UserFunction
 from stable_opd_mcore.host.worker_processes import start_process
 from stable_opd_mcore.records import GradingFailure
-from stable_opd_mcore.rollout.environment_worker import MAX_ANSWER_BYTES, OUT_OF_MEMORY, Answer
+from stable_opd_mcore.rollout.environment_worker import MAX_ANSWER_BYTES, Answer, how_it_ended
 from stable_opd_mcore.serving.channel import send_message
 
-_MODULE = "stable_opd_mcore.rollout.environment_worker"
 _LONGEST_START_SECONDS = 180.0  # the process itself limits the import of the user's file
 _LARGEST_LOG_BYTES = 16 * 2**20  # of a file to which another process appends
 _CLOSING_SECONDS = 10.0  # the process itself takes half of it
@@ -33,8 +35,17 @@ class EnvironmentFailure(Exception):
         self.failure: GradingFailure = failure
 
 
+def cannot_start(function: UserFunction) -> UserError:
+    """For a function whose first process fails as it starts."""
+    return UserError(
+        f"{function.path}: running it fails, or takes more than a minute; fix the error above"
+    )
+
+
 class EnvironmentProcess:
     """A process that starts now; `load` waits for it. One thread uses it; others may `kill` it."""
+
+    module = "stable_opd_mcore.rollout.environment_worker"
 
     def __init__(
         self,
@@ -52,7 +63,7 @@ class EnvironmentProcess:
             self._log = str(log)
         self._timeout_seconds, self._memory_gib = timeout_seconds, memory_gib
         self._killing = threading.Lock()
-        self._process, self._channel = start_process(_MODULE, _SAME_HASHES, leads_group=True)
+        self._process, self._channel = start_process(self.module, _SAME_HASHES, leads_group=True)
         self.pid = self._process.pid
         self.episodes: set[int] = set()  # the numbers of those that it holds
         self.num_opened = 0
@@ -130,20 +141,13 @@ class EnvironmentProcess:
             raise EnvironmentFailure("timeout", reason) from error
         except (EOFError, OSError) as error:
             self._close()
-            raise EnvironmentFailure("crash", self._how_it_ended()) from error
+            reason = how_it_ended(self._process.returncode, self._memory_gib)
+            raise EnvironmentFailure("crash", reason) from error
 
     def _close(self) -> None:
         self.kill()
         self._channel.close()
         self.episodes.clear()
-
-    def _how_it_ended(self) -> str:
-        code = self._process.returncode
-        if code == OUT_OF_MEMORY:
-            return f"an answer needed more memory than environment.memory_gib={self._memory_gib:g}"
-        if code < 0:
-            return f"it ended its process, by signal {-code} ({signal.strsignal(-code)})"
-        return f"it ended its process, with exit code {code}"
 
     def _set_limit(self, seconds: float) -> None:
         """Let reads and writes of the channel fail with BlockingIOError after this time."""
@@ -152,3 +156,61 @@ class EnvironmentProcess:
         with socket.socket(fileno=os.dup(self._channel.fileno())) as end:  # the option is shared
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+class AgentProcess(EnvironmentProcess):
+    """A process that plays one agent's episode at a time. `begin` and `wait` are for one thread;
+    others may `stop` an episode, also before it begins and after its end."""
+
+    module = "stable_opd_mcore.rollout.agent_worker"
+
+    def __init__(self, *settings: Any) -> None:
+        """See `EnvironmentProcess`."""
+        super().__init__(*settings)
+        self._sending = threading.Lock()
+
+    def begin(self, number: int, row: Any, seed: int, base_url: str) -> None:
+        """Let an episode begin. What is wrong with the process, `wait` raises."""
+        self._send(number, row, seed, base_url)
+
+    def wait(self, number: int, seconds_left: Callable[[], float]) -> Answer:
+        """What the episode returned.
+
+        seconds_left: for the agent's own work; it is asked again after that time.
+
+        Raises:
+            EnvironmentFailure: the episode failed, took too long, or was stopped.
+        """
+        is_late = False
+        try:
+            while not self._channel.poll(_CLOSING_SECONDS if is_late else seconds_left()):
+                if is_late:
+                    raise EOFError
+                if is_late := seconds_left() <= 0:
+                    self.stop(number)
+            answer = Answer.decoded(self._channel.recv_bytes(MAX_ANSWER_BYTES))
+        except (EOFError, OSError) as error:
+            self._close()
+            code = self._process.returncode
+            reason = how_it_ended(0 if code is None else code, self._memory_gib)
+            raise EnvironmentFailure("timeout" if is_late else "crash", reason) from error
+        if answer.failure == "timeout":
+            reason = (
+                "between a reply, or its beginning, and its next request or its end it took longer "
+                f"than environment.timeout_seconds={self._timeout_seconds:g}{answer.reason}"
+            )
+            raise EnvironmentFailure("timeout", reason)
+        if answer.failure is not None:
+            raise EnvironmentFailure(answer.failure, answer.reason)
+        return answer
+
+    def stop(self, number: int) -> None:
+        """End an episode and all that it has started; nothing happens if it does not run."""
+        self._send(number)
+
+    def _send(self, *message: Any) -> None:
+        with self._sending, suppress(OSError):  # it has ended, which `wait` notices
+            send_message(self._channel, message)
+
+    def _close(self) -> None:
+        self.end()  # which kills the group of its child, too

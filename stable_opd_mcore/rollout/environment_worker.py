@@ -136,28 +136,38 @@ class Generators:
             try:
                 return _answer_of(go_on(), is_first)
             except StopIteration as end:
-                return _last(end.value)
+                return last_answer(end.value)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except InvalidValueError as error:
             failed = Answer(reward=0.0, failure="invalid", reason=str(error))
         except Exception as error:  # the user's code may raise anything
             traceback.print_exc()  # to the log
-            failed = Answer(reward=0.0, failure="crash", reason=self._described(error))
+            failed = Answer(reward=0.0, failure="crash", reason=described(error, self._file))
         except BaseException:
             os._exit(1)
         self.close(key)
         return failed
 
-    def _described(self, error: Exception) -> str:
-        """The error and the user's last line that led to it."""
-        text = f"{type(error).__name__}: {error!s:.300}"
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == self._file]
-        return f"{text} ({self._file}, line {lines[-1]})" if lines else text
+
+def described(error: Exception, file: str) -> str:
+    """The error, and the last line of the user's file that led to it."""
+    text = f"{type(error).__name__}: {error!s:.300}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    return f"{text} ({file}, line {lines[-1]})" if lines else text
 
 
-def _last(returned: object) -> Answer:
+def how_it_ended(code: int, memory_gib: float) -> str:
+    """Why a process with the user's code has ended, from its exit code as Python gives it."""
+    if code == OUT_OF_MEMORY:
+        return f"it needed more memory than environment.memory_gib={memory_gib:g}"
+    if code < 0:
+        return f"it ended its process, by signal {-code} ({signal.strsignal(-code)})"
+    return f"it ended its process, with exit code {code}"
+
+
+def last_answer(returned: object) -> Answer:
     """What an episode returned: its reward, and with it a text, metrics, or both in any order."""
     parts = cast("Sequence[object]", returned if isinstance(returned, tuple | list) else [returned])
     reward = as_number(parts[0]) if parts else None

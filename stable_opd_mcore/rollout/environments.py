@@ -26,10 +26,13 @@ from typing import Any
 
 import xxhash
 
-from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.user_code import UserFunction
 from stable_opd_mcore.host.worker_processes import set_future
-from stable_opd_mcore.rollout.environment_process import EnvironmentFailure, EnvironmentProcess
+from stable_opd_mcore.rollout.environment_process import (
+    EnvironmentFailure,
+    EnvironmentProcess,
+    cannot_start,
+)
 from stable_opd_mcore.rollout.environment_worker import Answer
 
 _MAX_FAILURES = 2  # of one episode; the last one ends it
@@ -271,7 +274,7 @@ class EnvironmentPool:
             answer = self._answer(worker, episode)
         except EnvironmentFailure as failure:
             if not self._has_started:
-                set_future(future, self._cannot_start())
+                set_future(future, cannot_start(self._function))
                 return
             self._progress()
             with self._lock:
@@ -316,9 +319,3 @@ class EnvironmentPool:
         with suppress(EnvironmentFailure):
             if process is not None:
                 process.close(episode.number)
-
-    def _cannot_start(self) -> UserError:
-        return UserError(
-            f"{self._function.path}: running it fails, or takes more than a minute; fix the error "
-            "above"
-        )

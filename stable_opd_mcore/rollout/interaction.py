@@ -24,14 +24,17 @@ from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.data.bridge import Bridge, Observed
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import Message, with_system
+from stable_opd_mcore.data.tool_calls import ToolCalls
 from stable_opd_mcore.data.tool_schemas import Tool, parse_tools, refuse_unnamed
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.metrics import Metrics, Sum
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.agents import AgentPool, Notes
 from stable_opd_mcore.rollout.environment_worker import Answer
 from stable_opd_mcore.rollout.environments import EnvironmentPool
 from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
+from stable_opd_mcore.rollout.histories import Histories
 from stable_opd_mcore.rollout.noise import row_key
 from stable_opd_mcore.rollout.played_turns import (
     PlayedTurn,
@@ -40,6 +43,9 @@ from stable_opd_mcore.rollout.played_turns import (
     joined,
     with_turn,
 )
+from stable_opd_mcore.rollout.sessions import COUNTS as AGENT_COUNTS
+from stable_opd_mcore.rollout.sessions import Asked as AskedAgent
+from stable_opd_mcore.rollout.sessions import Student
 
 # Metrics environment/...; failed episodes are counted as failures of grading, rollout/grading_*
 COUNTS = ("answers", "replays", "not_repeatable", "neutralised_tokens", "cut_tokens")
@@ -78,7 +84,9 @@ class Interaction:
     teacher_turns: TeacherTurns | None = None  # play Prompt.num_played turns; None: golden ones do
 
     def __post_init__(self) -> None:
-        self._pools: dict[str, EnvironmentPool] = {}  # one is made for its first episode
+        # one is made for its first episode
+        self._pools: dict[str, EnvironmentPool | AgentPool] = {}
+        self._are_agents = {k: each.is_agent for k, each in self.environments.items()}
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self.first_failure: str | None = None  # of an environment, in this process
@@ -101,17 +109,17 @@ class Interaction:
         if prompt.environment is None:
             seen.set_result(End(episode.turns[-1].finish_reason))
             return seen
-        pool = self._pool(prompt.environment)
+        pool, is_training = self._pool(prompt.environment), sampling.training_step is not None
         key, plays = _key(episode, sampling, step), not episode.turns and prompt.num_played > 0
+        seed = world_seed(prompt, sampling, step)
+        if isinstance(pool, AgentPool):
+            most = self._max_turns(prompt.environment, sampling)
+            return pool.observe(AskedAgent(key, episode, is_training, most, seed))
         asked = _Asked(prompt.environment, key, episode, sampling, step, plays)
         if episode.turns:
             last = episode.turns[-1]
             answer = pool.say(asked.key, last.text, truncated=last.finish_reason == Ending.LENGTH)
         else:
-            seed, is_training = (
-                world_seed(prompt, sampling, step),
-                sampling.training_step is not None,
-            )
             answer = pool.open(asked.key, dict(prompt.columns or {}), seed, is_training)
         answer.add_done_callback(partial(self._answered, asked, seen))
         return seen
@@ -132,21 +140,64 @@ class Interaction:
             counts, self._counts = self._counts, Counter[str]()
         for pool in self._pools.values():
             counts.update(pool.take_counts())
-        return Metrics({f"environment/{name}": Sum(counts[name]) for name in COUNTS})
+        kinds = self._are_agents.values()
+        names = (*COUNTS, *(AGENT_COUNTS if any(kinds) else ()))
+        return Metrics({f"environment/{name}": Sum(counts[name]) for name in names})
+
+    def account(self) -> tuple[Mapping[str, float], str] | None:
+        """What is counted of the agent's episode that ended last, and what is wrong with the first
+        request whose history was rewritten; None without agents."""
+        pools = [pool for pool in self._pools.values() if isinstance(pool, AgentPool)]
+        return (pools[-1].last_account, pools[-1].first_rewritten) if pools else None
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether some of the environments are agents."""
+        return any(self._are_agents.values())
 
     def close(self) -> None:
         """End the environments' processes."""
         for pool in self._pools.values():
             pool.shutdown()
 
-    def _pool(self, name: str) -> EnvironmentPool:
+    def _pool(self, name: str) -> EnvironmentPool | AgentPool:
         if name not in self._pools:
             settings = self.environments[name]
             limits = settings.workers, settings.timeout_seconds, settings.memory_gib
             logs = self.logs and self.logs.with_name(f"{self.logs.name}{_in_a_path(name)}")
-            pool = EnvironmentPool(settings.read(), *limits, progress=self.progress, logs=logs)
+            if self._are_agents[name]:
+                students = self._student(settings, True), self._student(settings, False)
+                notes = Notes(self._note_failure_of, self._note_refusal)
+                kwargs = self.tokenizer.template_kwargs if self.tokenizer else {}
+                pool = AgentPool(settings, students, notes, kwargs, self.progress, logs)
+            else:
+                pool = EnvironmentPool(settings.read(), *limits, progress=self.progress, logs=logs)
             self._pools[name] = pool
         return self._pools[name]
+
+    def _student(self, settings: EnvironmentConfig, is_training: bool) -> Student:
+        """What an agent's requests are for the student, with the template's arguments of training
+        or of evaluations."""
+        tokenizer = self.tokenizer if is_training else self.held_out_tokenizer
+        bridge = self._bridges[not is_training]
+        assert tokenizer is not None
+
+        def histories(prompt_ids: Sequence[int]) -> Histories:
+            return Histories(
+                bridge,
+                self._decoded,
+                self._path,
+                tuple(prompt_ids),
+                self.system_prompt,
+                settings.history == "append",
+            )
+
+        note = partial(self._note, is_training=is_training)
+        return Student(histories, ToolCalls(tokenizer), self.window, note)
+
+    def _max_turns(self, name: str, sampling: Sampling) -> int:
+        settings, finished = self.environments[name], sampling.training_step
+        return settings.max_turns if finished is None else settings.turns_at(finished)
 
     def _close(self, name: str, key: Hashable) -> None:
         if name in self._pools:
@@ -205,14 +256,14 @@ class Interaction:
         if answer.is_last:
             told = {"metrics": answer.metrics, "feedback": answer.feedback}
             return End(Ending.STOP, answer.reward, **told)
-        settings, finished = self.environments[asked.environment], asked.sampling.training_step
-        most = settings.max_turns if finished is None else settings.turns_at(finished)
+        settings = self.environments[asked.environment]
+        most = self._max_turns(asked.environment, asked.sampling)
         if len(asked.episode.turns) >= most and not asked.is_playing:
             return End(Ending.TURNS, 0.0)
         try:
             observed = self._encoded(asked, answer, settings)
         except DataError as error:  # the run ends later, on all ranks together
-            self.refusal = self.refusal or f"prompt {asked.episode.prompt.prompt_id}: {error}"
+            self._note_refusal(f"prompt {asked.episode.prompt.prompt_id}: {error}")
             return End(Ending.REFUSED, 0.0)
         length = len(observed.token_ids)
         if not observed.restarts:
@@ -230,9 +281,13 @@ class Interaction:
         return End(Ending.WINDOW, 0.0)
 
     def _note_failure(self, asked: _Asked, reason: str) -> None:
-        self.first_failure = self.first_failure or (
-            f"row {asked.episode.prompt.prompt_id}: {reason}"
-        )
+        self._note_failure_of(asked.episode.prompt, reason)
+
+    def _note_failure_of(self, prompt: Prompt, reason: str) -> None:
+        self.first_failure = self.first_failure or f"row {prompt.prompt_id}: {reason}"
+
+    def _note_refusal(self, reason: str) -> None:
+        self.refusal = self.refusal or reason
 
     def _encoded(self, asked: _Asked, answer: Answer, settings: EnvironmentConfig) -> Observed:
         """An answer's messages as token ids. Before the first turn, None stands for the prompt.
@@ -265,7 +320,8 @@ class Interaction:
             conversation = [*episode.conversation, said, *messages]
             seen = bridge.render(conversation, episode.context.tolist(), tools)
         if not (is_first or answer.restarts):
-            self._note({message["role"] for message in messages}, asked.sampling)
+            roles = frozenset(message["role"] for message in messages)
+            self._note(roles, asked.sampling.training_step is not None)
         with self._lock:
             if asked.sampling.training_step is not None:
                 self._counts["neutralised_tokens"] += num_neutralised
@@ -288,7 +344,7 @@ class Interaction:
             )
         return tools
 
-    def _note(self, roles: set[str], sampling: Sampling) -> None:
+    def _note(self, roles: frozenset[str], is_training: bool) -> None:
         """Note the roles of messages that continue a context.
 
         Raises:
@@ -297,7 +353,7 @@ class Interaction:
         with self._lock:
             self.roles |= roles
         teacher = self.teacher_tokenizer
-        if teacher is None or not teacher.has_template or sampling.training_step is None:
+        if teacher is None or not teacher.has_template or not is_training:
             return
         for role in sorted(roles - self._compared):
             if found := self._bridges[0].difference(Bridge(teacher), role):

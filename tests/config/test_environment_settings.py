@@ -18,6 +18,7 @@ from tests.config.cases import run_of, run_with
 
 SOURCE = {"path": "synthetic:arithmetic"}
 FUNCTION = "environment.function=envs.py:episode"
+AGENT = "environment.function=envs.py:agent"
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +27,9 @@ def files(tmp_path, monkeypatch):
     Path("envs.py").write_text(
         "def episode(row, seed):\n    yield\n    return 1\n"
         "def short(row): ...\n"
+        "def agent(row, seed, base_url): return 1\n"
+        "async def awaited(row, seed, base_url): return 1\n"
+        "def other(row, seed, url): return 1\n"
         "def reward(row, response): return 1\n"
     )
 
@@ -36,6 +40,19 @@ def files(tmp_path, monkeypatch):
         (
             "environment.function=envs.py:short",
             r"short\(row\) cannot be called: .*def short\(row, s",
+        ),
+        (
+            "environment.function=envs.py:other",
+            r"cannot be called: .* or def other\(row, seed, base_url\)",
+        ),
+        (
+            f"{FUNCTION} environment.address=0.0.0.0",
+            "address with .* a generator: it is for agents",
+        ),
+        (f"{AGENT} objective.discount=0.5", "an agent may begin contexts"),
+        (
+            f"{AGENT} rollout.max_staleness=2 rollout.partial=true rollout.engine=embedded",
+            "wait for agents that wait",
         ),
         ("environment.function=absent.py:episode", "absent.py: No such file"),
         ("environment.horizon_start=2", "environment.horizon_steps=None: a growing horizon needs"),
@@ -74,6 +91,14 @@ def files(tmp_path, monkeypatch):
 def test_settings_that_cannot_work_are_refused_with_the_remedy(settings, message):
     with pytest.raises(ConfigError, match=message):
         run_of(settings)
+
+
+def test_a_function_with_a_url_is_an_agent():
+    for name, is_agent in (("episode", False), ("agent", True), ("awaited", True)):
+        config = EnvironmentConfig(function=f"envs.py:{name}")
+        assert config.is_agent == is_agent
+    assert not EnvironmentConfig().is_agent
+    assert run_of(AGENT).environment.most_observed == float("inf")
 
 
 def of_sources(*sources, **sections):

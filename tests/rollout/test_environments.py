@@ -200,7 +200,7 @@ def test_a_process_killed_between_steps_costs_no_episode_anything(pool_of, kille
         ("hang", "timeout", "an answer took longer than environment.timeout_seconds=2"),
         ("kill", "crash", r"it ended its process, by signal 9 \(Killed\)"),
         ("quit", "crash", "it ended its process, with exit code 1"),
-        ("memory", "crash", "an answer needed more memory than environment.memory_gib=4"),
+        ("memory", "crash", "it needed more memory than environment.memory_gib=4"),
     ],
 )
 def test_an_episode_that_fails_is_played_again_once(

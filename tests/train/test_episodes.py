@@ -1,20 +1,24 @@
 """Runs with an environment: with each objective, on two ranks, with rollouts sampled ahead, killed,
-evaluated, and stopped because the environment fails.
+evaluated, and stopped because the environment fails; and with agents.
 """
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from stable_opd_mcore.commands.evaluate.evaluate import evaluate_config
 from stable_opd_mcore.commands.evaluate.evaluated_model import evaluation_config
 from stable_opd_mcore.commands.train.train import train
-from stable_opd_mcore.data.rollout_files import read_rollouts
+from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.run_directory import RunDirectory
 from tests.parallel.launch import run_ranks
+from tests.rollout.test_both_engines import AGENTS
 from tests.train.killed import run_killed_at
 from tests.train.runs import (
     ALONE,
@@ -93,6 +97,57 @@ def play_in_layouts(rank: int, world_size: int, directory: str) -> None:
 
 def play_with_checkpoints(rank: int, world_size: int, directory: str, name: str) -> None:
     played(directory, name, checkpoint={"every": 2, "keep": 5}, rollout=AHEAD)
+
+
+def play_agents(rank: int, world_size: int, directory: str) -> None:
+    """The example of docs/agents.md, and an agent that forks, whose rollouts are replayed: as they
+    are, and with each turn in a context of its own."""
+    for name, function, steps in (("page", "page.py:episode", 2), ("tree", "tree.py:tree", 1)):
+        section = {"function": f"{directory}/{function}", "workers": 3, "timeout_seconds": 200}
+        given = {"environment": section, "train": {"steps": steps}, "evaluation": {"every": 0}}
+        played(directory, name, **given)
+    store_turn_by_turn(Path(directory) / "tree", Path(directory) / "split")
+    for name in ("tree", "split"):
+        stored = {"engine": "replay", "replay_from": f"{directory}/{name}"}
+        played(directory, f"replay_{name}", rollout=stored, **given)
+
+
+def store_turn_by_turn(run: Path, other: Path) -> None:
+    """Store the rollouts of the first step again, each turn in a context of its own."""
+    split = []
+    for rollout in read_rollouts(RunDirectory(run).rollouts(1)):
+        turns, start, context = [], 0, list(rollout.prompt.token_ids)
+        for turn in rollout.turns:
+            context = [*([] if turn.restarts else context), *turn.before]
+            turns.append(replace(turn, before=tuple(context), restarts=True))
+            context += rollout.token_ids[start : start + turn.num_tokens].tolist()
+            start += turn.num_tokens
+        split.append(replace(rollout, turns=tuple(turns)))
+    write_rollouts(RunDirectory(other).rollouts(1), split)
+
+
+def test_agents_train_and_each_token_counts_once_whatever_its_context(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    (block,) = re.findall(r"^```python\n(# envs/sums.py.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "page.py").write_text(block)
+    (tmp_path / "tree.py").write_text(AGENTS)
+    run_ranks(1, play_agents, str(tmp_path))
+    for row in metrics_of(tmp_path / "page"):
+        assert row["logprob/rollout_gap_max"] < 1e-5
+        assert 1 <= row["rollout/turns_mean"] <= 2
+        assert row["environment/continued"] + row["environment/begun"] > 12
+        assert row["environment/rewritten"] == 0
+    rollouts = read_rollouts(RunDirectory(tmp_path / "tree").rollouts(1))
+    assert sum(turn.restarts for one in rollouts for turn in one.turns[1:]) > len(rollouts)
+    whole, split = (metrics_of(tmp_path / f"replay_{name}")[0] for name in ("tree", "split"))
+    for key in ("loss/pg", "loss/kl", "loss/sft", "grad_norm", "rollout/accuracy"):
+        assert split[key] == pytest.approx(whole[key], rel=1e-5), key
+    assert whole["logprob/rollout_gap_max"] < 1e-5
+    models = [
+        load_file(tmp_path / f"replay_{n}/model/model.safetensors") for n in ("tree", "split")
+    ]
+    for name, weight in models[0].items():
+        assert (weight - models[1][name]).abs().max() < 1e-5, name
 
 
 @pytest.fixture(scope="module")

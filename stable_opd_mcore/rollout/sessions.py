@@ -1,0 +1,421 @@
+"""One episode of an agent: its requests, their turns, its limits, and how it ends.
+
+A session stands between an engine, which asks what follows a turn (`observe`), and the agent's
+requests (`called`). Requests come again, when a client has given up: a request that was sent before
+gets the turn that it got or will get, if it says that it is a retry, or if nobody got that turn.
+Any other one gets another turn. Not here: processes and threads (agents.py), which context a
+request continues (histories.py).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stable_opd_mcore.data.bridge import Kept, Observed
+from stable_opd_mcore.data.chat_api import (
+    ChatReply,
+    ChatRequest,
+    RequestError,
+    context_full,
+    episode_over,
+    unknown_episode,
+)
+from stable_opd_mcore.data.thoughts import opens_thinking
+from stable_opd_mcore.data.tool_calls import ToolCalls
+from stable_opd_mcore.endings import Ending
+from stable_opd_mcore.errors import DataError, UserError
+from stable_opd_mcore.host.worker_processes import set_future
+from stable_opd_mcore.rollout.environment_process import EnvironmentFailure
+from stable_opd_mcore.rollout.environment_worker import Answer
+from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
+from stable_opd_mcore.rollout.histories import KINDS, LOSSES, Histories
+
+# Metrics environment/...
+COUNTS = (
+    *KINDS,
+    *LOSSES,
+    "retries",  # requests that got a turn which was sampled for an earlier one
+    "refused_requests",
+    "unparsed_calls",  # turns with a damaged tool call, which is part of their text
+    "forced_calls",  # requests that demand a tool call; the student may answer otherwise
+    "stop_cut_tokens",  # sampled after a text at which a request wanted the turn to stop
+    "unread_turns",  # whose client had gone, and did not ask again
+)
+_MAX_OVER = 10_000  # ended episodes whose URLs are remembered
+
+
+class Pool(Protocol):
+    """What a session needs of the pool that plays it (agents.py)."""
+
+    def post(self, event: Callable[..., object], *arguments: Any) -> None:
+        """Have this called in the thread in which sessions change."""
+        ...
+
+    def remove(self, session: Session) -> None:
+        """Forget a session, which is over."""
+        ...
+
+    def stop(self, session: Session) -> None:
+        """Kill what runs for a session, which is over."""
+        ...
+
+    def begins_anew(self, session: Session, reason: str) -> bool:
+        """Whether a failed episode is played from its beginning."""
+        ...
+
+    def note_refusal(self, session: Session, reason: str) -> None:
+        """Note why the run has to end."""
+        ...
+
+    def note_ignored(self, names: Sequence[str]) -> None:
+        """Log settings of requests that have no effect, each once."""
+        ...
+
+
+def lost_share(counts: Mapping[str, float]) -> float:
+    """The share of rewritten requests, of those that have turns of the student."""
+    lost = counts.get("rewritten", 0)
+    of = lost + counts.get("continued", 0) + counts.get("forked", 0)
+    return lost / of if of else 0.0
+
+
+def account_text(counts: Mapping[str, float]) -> str:
+    """What became of an agent's requests, for people."""
+    kinds = ", ".join(f"{counts.get(name, 0):g} {name}" for name in KINDS)
+    more = [f"{name} {counts[name]:g}" for name in COUNTS if name not in KINDS and counts.get(name)]
+    return f"requests: {kinds}" + (f" ({', '.join(more)})" if more else "")
+
+
+class Doorway:
+    """Finds the session that a URL belongs to. The one of this process, `DOORWAY`, is safe to use
+    from many threads."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._over: deque[str] = deque(maxlen=_MAX_OVER)
+
+    def open(self, session: Session) -> None:
+        self._sessions[session.secret] = session
+
+    def close(self, session: Session) -> None:
+        if self._sessions.pop(session.secret, None) is not None:
+            self._over.append(session.secret)
+
+    def call(self, secret: str, request: ChatRequest) -> Future[ChatReply]:
+        """See `Agents` of serving/http_process.py."""
+        reply = Future[ChatReply]()
+        if (session := self._sessions.get(secret)) is not None:
+            session.pool.post(session.called, request, reply)
+        else:
+            reply.set_exception(episode_over() if secret in self._over else unknown_episode())
+        return reply
+
+    def hung_up(self, secret: str, request: ChatRequest) -> None:
+        if (session := self._sessions.get(secret)) is not None:
+            session.pool.post(session.hung_up, request)
+
+
+DOORWAY = Doorway()
+
+
+class Asked(NamedTuple):
+    """An episode of which an engine asks what follows."""
+
+    key: Hashable
+    episode: Episode
+    is_training: bool
+    max_turns: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Student:
+    """What requests and turns are for the student."""
+
+    histories: Callable[[Sequence[int]], Histories]  # of an episode, from its row's prompt
+    calls: ToolCalls
+    window: int  # the most tokens that it reads
+    check_roles: Callable[[frozenset[str]], None]  # raises DataError where the run has to end
+
+
+@dataclass(eq=False)
+class _Call:
+    """A request, and whoever waits for its reply: its client, and those that sent it again."""
+
+    request: ChatRequest
+    replies: list[Future[ChatReply]]
+
+    @property
+    def is_awaited(self) -> bool:
+        return not all(reply.cancelled() for reply in self.replies)
+
+    def reply(self, result: ChatReply | RequestError) -> bool:
+        """Whether somebody gets it."""
+        self.replies = [each for each in self.replies if not each.cancelled()]
+        for each in self.replies:
+            set_future(each, result)
+        return any(not each.cancelled() for each in self.replies)
+
+
+class _Clock:
+    """The time that an agent has for its own work. It stands while the agent waits for a turn."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._state: tuple[float, float | None] = seconds, None  # left, and since when it runs
+
+    def left(self) -> float:
+        """At least so many seconds; read in any thread."""
+        left, since = self._state
+        return self._seconds if since is None else left - (time.monotonic() - since)
+
+    def set(self, *, runs: bool, anew: bool = False) -> None:
+        """Let it run or stand, from its whole time if anew."""
+        left, since = self._state
+        now = time.monotonic()
+        if anew:
+            left = self._seconds
+        elif since is not None:
+            left -= now - since
+        self._state = left, now if runs else None
+
+
+class Session:
+    """One episode of an agent. Its methods are called in the thread of its pool."""
+
+    def __init__(
+        self, pool: Pool, number: int, asked: Asked, student: Student, timeout_seconds: float
+    ) -> None:
+        self.pool, self.number, self.secret = pool, number, secrets.token_hex(16)
+        self.asked, self._student = asked, student
+        self.clock = _Clock(timeout_seconds)
+        self.is_over = False
+        self._histories = student.histories(asked.episode.prompt.token_ids)
+        self._seen: Future[WhatFollows] | None = None  # the engine waits for it
+        self._outcome: tuple[WhatFollows | UserError] | None = None  # of the episode
+        self._queue: deque[_Call] = deque()
+        self._open: _Call | None = None  # its turn is sampled
+        self._kept: Kept | None = None  # of the last turn
+        self._given: dict[str, ChatReply] = {}  # the last reply to each body
+        self._unread: dict[str, ChatReply] = {}  # the replies that nobody got
+        self._last_refusal = ""
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return dict(self.asked.episode.prompt.columns or {})
+
+    def observe(self, asked: Asked, seen: Future[WhatFollows]) -> None:
+        """Give the reply that the last turn is, and find what follows it."""
+        self.asked, self._seen = asked, seen
+        if (call := self._open) is not None:
+            self._open = None
+            reply = self._reply(call.request)
+            self._given[call.request.body_key] = reply
+            if not call.reply(reply):
+                self._unread[call.request.body_key] = reply
+            self._set_clock(anew=True)
+        self._advance()
+
+    def called(self, request: ChatRequest, reply: Future[ChatReply]) -> None:
+        """A request, whose reply is cancelled if its client goes."""
+        self.pool.note_ignored(request.ignored)
+        key, given = request.body_key, None
+        if self.is_over:
+            set_future(reply, episode_over())
+            return
+        for call in ([self._open] if self._open else []) + [*self._queue]:
+            if call.request.body_key == key and (request.is_retry or not call.is_awaited):
+                call.replies.append(reply)
+                self.counts["retries"] += 1
+                break
+        else:
+            given = self._unread.pop(key, None)
+            if given is None and request.is_retry:
+                given = self._given.get(key)
+            if given is not None:
+                self.counts["retries"] += 1
+                set_future(reply, given)
+            else:
+                self._queue.append(_Call(request, [reply]))
+        self._set_clock(anew=given is not None)
+        self._advance()
+
+    def hung_up(self, request: ChatRequest) -> None:
+        """A client has gone before its reply was sent."""
+        calls = [*self._queue, *([self._open] if self._open else [])]
+        waits = any(call.request.body_key == request.body_key for call in calls)
+        if not waits and request.body_key in self._given:
+            self._unread[request.body_key] = self._given[request.body_key]
+        self._set_clock()
+
+    def returned(self, result: Answer | EnvironmentFailure | UserError) -> None:
+        """The user's function has ended."""
+        if self.is_over:
+            return
+        if isinstance(result, UserError):
+            self.end(result)
+        elif isinstance(result, EnvironmentFailure):
+            self._fail(result)
+        elif not self.asked.episode.turns and self._open is None:
+            reason = "it returned without a request that got a turn: let it call base_url"
+            self._fail(EnvironmentFailure("invalid", reason))
+        else:
+            told = {"metrics": result.metrics, "feedback": result.feedback}
+            self.end(End(Ending.STOP, result.reward, **told))
+
+    def end(self, outcome: WhatFollows | UserError) -> None:
+        """Nothing more of this session is sampled; what the function started is killed."""
+        if self.is_over:
+            return
+        self.is_over, self._outcome = True, (outcome,)
+        DOORWAY.close(self)
+        self.pool.stop(self)
+        for call in self._queue:
+            call.reply(episode_over())
+        self._queue.clear()
+        self._advance()
+
+    def break_off(self, error: BaseException) -> None:
+        """Raise an error where the next observation is waited for."""
+        if self._seen is not None:
+            set_future(self._seen, error)
+            self._seen = None
+
+    # ---- what follows a turn
+
+    def _advance(self) -> None:
+        """Give the engine what follows, if it waits and something does."""
+        while self._seen is not None and self._open is None:
+            if self._outcome is not None:
+                self.pool.remove(self)
+                self._give(self._outcome[0])
+            elif not self._queue:
+                return
+            elif (observed := self._what_follows(self._queue.popleft())) is not None:
+                self._give(observed)
+
+    def _give(self, what: WhatFollows | UserError) -> None:
+        seen, self._seen = self._seen, None
+        if isinstance(what, Observed | End):
+            what, self._kept = replace(what, kept=self._kept), None
+        assert seen is not None
+        set_future(seen, what)
+
+    def _what_follows(self, call: _Call) -> Observed | None:
+        """What a request lets the student read; None: it gets no turn."""
+        if not call.is_awaited:
+            return None
+        if len(self.asked.episode.turns) >= self.asked.max_turns:
+            call.reply(episode_over())
+            self.end(End(Ending.TURNS, 0.0))
+            return None
+        try:
+            observed = self._observed(call.request)
+        except RequestError as error:
+            self.counts["refused_requests"] += 1
+            self._last_refusal = f"; its last request was refused: {error}"
+            call.reply(error)
+            self._set_clock()
+            return None
+        try:
+            self._student.check_roles(self._histories.roles)
+        except DataError as error:  # the run ends later, on all ranks together
+            self.pool.note_refusal(self, str(error))
+            call.reply(episode_over())
+            self.end(End(Ending.REFUSED, 0.0))
+            return None
+        self._open = call
+        return replace(observed, tools=call.request.tools, max_new_tokens=call.request.max_tokens)
+
+    def _observed(self, request: ChatRequest) -> Observed:
+        """Raises RequestError where the request gets no turn."""
+        if request.tools and (reason := self._student.calls.refusal()) is not None:
+            raise RequestError(400, "tools_unsupported", reason)
+        try:
+            observed = self._histories.observed(request)
+        except DataError as error:
+            raise RequestError(400, "invalid_messages", str(error)) from error
+        length = self._histories.length(observed)
+        if length >= self._student.window:
+            raise context_full(length, self._student.window)
+        return observed
+
+    def _reply(self, request: ChatRequest) -> ChatReply:
+        """The student's last turn as a reply; the histories note it."""
+        episode, turn = self.asked.episode, self.asked.episode.turns[-1]
+        ids, text = episode.token_ids[len(episode.token_ids) - turn.num_tokens :], turn.text
+        if (place := _first_stop(text, request.stop)) is not None:
+            begin, end = place
+            self._kept = self._cut(ids, text[:end])
+            self.counts["stop_cut_tokens"] += turn.num_tokens - self._kept.num_tokens
+            text = text[:begin]
+        num_tokens = turn.num_tokens if self._kept is None else self._kept.num_tokens
+        was_cut = self._kept is None and turn.finish_reason == Ending.LENGTH
+        opened = turn.before or turn.restarts
+        said = self._student.calls.parse(
+            text,
+            request.tools,
+            was_cut,
+            opens_thinking(turn.observed) if opened else episode.prompt.opens_thinking,
+            request.body_key,
+        )
+        self.counts["unparsed_calls"] += said.is_damaged
+        num_read = len(episode.context) - turn.num_tokens
+        reply = ChatReply(
+            said.content,
+            said.reasoning,
+            said.calls,
+            "length" if was_cut else "tool_calls" if said.calls else "stop",
+            num_read,
+            num_tokens,
+        )
+        self._histories.said(reply, episode.context[: num_read + num_tokens])
+        return reply
+
+    def _cut(self, ids: NDArray[np.int32], text: str) -> Kept:
+        """The fewest tokens whose text begins with this one."""
+        decode = self._histories.decode
+
+        def has_all(count: int) -> bool:
+            return decode(ids[:count].tolist()).startswith(text)
+
+        count = bisect_left(range(len(ids)), True, lo=1, key=has_all)
+        return Kept(count, decode(ids[:count].tolist()))
+
+    # ---- failures and the account
+
+    def _fail(self, failure: EnvironmentFailure) -> None:
+        reason = f"{failure}{self._last_refusal}"
+        if self.pool.begins_anew(self, reason):
+            self.end(None)
+        else:
+            self.end(End(Ending.FAILED, 0.0, failure.failure))
+
+    def account(self) -> Counter[str]:
+        """What is counted of the episode, at its end."""
+        return self.counts + self._histories.counts + Counter(unread_turns=len(self._unread))
+
+    @property
+    def first_rewritten(self) -> str:
+        return self._histories.first_rewritten
+
+    def _set_clock(self, anew: bool = False) -> None:
+        calls = [*self._queue, *([self._open] if self._open else [])]
+        self.clock.set(runs=not any(call.is_awaited for call in calls), anew=anew)
+
+
+def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
+    """Where the first of these texts begins and ends; None: none is there."""
+    places = [(at, at + len(each)) for each in stops if (at := text.find(each)) >= 0]
+    return min(places, key=lambda place: place[1], default=None)
