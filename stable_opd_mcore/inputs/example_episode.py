@@ -9,6 +9,7 @@ It runs the user's function in a process of its own, as training does.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from stable_opd_mcore.inputs.pair import EXAMPLE
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.interaction import Interaction
+from stable_opd_mcore.rollout.sessions import account_text
 
 _SECONDS = 60.0  # then the student gets no further turn
 
@@ -37,6 +39,8 @@ class Example:
     roles: frozenset[str]  # of the messages that continued a context
     failure: str | None  # why the environment failed; None: it did not
     setting: str = "data.train"  # or data.eval, which has the row
+    account: Mapping[str, float] | None = None  # of an agent's requests
+    first_rewritten: str = ""  # what is wrong with the first request that was rewritten
 
     def of(self, setting: str) -> Example:
         """The same, of a row of this setting."""
@@ -53,10 +57,14 @@ class Example:
         }.get(rollout.finish_reason, str(rollout.finish_reason))
         turns = [turn for turn in rollout.turns if turn.num_tokens]
         observed = sum(len(turn.before) for turn in turns)
+        contexts = 1 + sum(turn.restarts for turn in rollout.turns[1:])
+        account = (
+            "" if self.account is None else (f"; {contexts} contexts, {account_text(self.account)}")
+        )
         return (
             f"environment  {self.function}, {self.setting} row "
             f"{rollout.prompt.prompt_id}: {len(turns)} turns, {len(rollout.token_ids)} sampled "
-            f"and {observed} observed tokens; {ending}"
+            f"and {observed} observed tokens; {ending}{account}"
         )
 
 
@@ -103,9 +111,12 @@ def play_episode(
         interaction.close()
     if interaction.refusal is not None:
         raise DataError(interaction.refusal)
+    account, first_rewritten = interaction.account() or (None, "")
     return Example(
         str(settings.function),
         episode.rollout(),
         frozenset(interaction.roles),
         interaction.first_failure,
+        account=account,
+        first_rewritten=first_rewritten,
     )

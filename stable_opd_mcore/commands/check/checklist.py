@@ -95,6 +95,7 @@ OF_A_RUN: Checks = {
     ),
     "environment": (
         transcripts.failing_environments,
+        transcripts.rewritten_histories,
         transcripts.tool_messages,
         transcripts.two_ends,
         transcripts.restarts,

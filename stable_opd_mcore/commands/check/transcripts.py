@@ -19,6 +19,7 @@ from stable_opd_mcore.inputs.pair import ModelFiles
 from stable_opd_mcore.inputs.restarts import restart_problem
 from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.records import Sample
+from stable_opd_mcore.rollout.sessions import lost_share
 
 _SHOWN_CHARACTERS = 400  # of one piece
 _TOOL_MESSAGE = re.compile(rb"""["']role["']\s*:\s*["']tool["']""")
@@ -79,6 +80,15 @@ def failing_environments(inputs: RunInputs) -> Iterator[Finding]:
             row = f"{example.setting}, {example.rollout.prompt.prompt_id}"
             values = {"row": row, "failure": example.failure}
             yield finding("failing-environment", function=example.function, **values)
+
+
+def rewritten_histories(inputs: RunInputs) -> Iterator[Finding]:
+    """Agents that give the student's turns back in another form."""
+    for example in inputs.example_episodes:
+        if example.account and example.account.get("rewritten"):
+            share = f"{lost_share(example.account):.0%}"
+            given = {"function": example.function, "first": example.first_rewritten}
+            yield finding("rewritten-history", share=share, **given)
 
 
 def two_ends(inputs: RunInputs) -> Iterator[Finding]:

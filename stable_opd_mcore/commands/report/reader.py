@@ -16,6 +16,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stable_opd_mcore.commands.report.chosen_runs import WrittenRun, whole_number
 from stable_opd_mcore.commands.report.figures import Row
 from stable_opd_mcore.data.repetition import ZLIB_LEVEL, min_loop_tokens, tail_loop
@@ -138,8 +141,8 @@ def _thought(rollout: Rollout, pieces: Sequence[str]) -> list[float]:
 
 
 def _turns(rollout: Rollout, limits: Limits, has_text: bool) -> list[dict[str, Any]]:
-    """For each turn the place of its first token, what was observed before it, and its text if
-    tokens do not show it."""
+    """For each turn the place of its first token, what was observed before it, the turn from whose
+    end its new context continues (from 1, or 0), and its text if tokens do not show it."""
     limit = max(MIN_TURN_CHARACTERS, limits.characters // len(rollout.turns))
     starts = accumulate((turn.num_tokens for turn in rollout.turns[:-1]), initial=0)
     return [
@@ -147,10 +150,32 @@ def _turns(rollout: Rollout, limits: Limits, has_text: bool) -> list[dict[str, A
             "at": start,
             "observed": _cut(turn.observed, limit),
             "restarts": turn.restarts,
+            "continues": continues,
             "text": _cut(turn.text, limit) if has_text else "",
         }
-        for turn, start in zip(rollout.turns, starts, strict=True)
+        for turn, start, continues in zip(rollout.turns, starts, _continued(rollout), strict=True)
     ]
+
+
+def _continued(rollout: Rollout) -> list[int]:
+    """For each turn that begins a context the number of the turn, from 1, with whose whole context
+    it begins; 0 for others. So the contexts of an episode are a tree."""
+    found: list[int] = []
+    ended: list[NDArray[np.int32]] = []  # the whole context of each turn up to its end
+    start, context = 0, np.array(rollout.prompt.token_ids, np.int32)
+    for turn in rollout.turns:
+        read = np.array(turn.before, np.int32)
+        shared = [
+            (len(ids), number)
+            for number, ids in enumerate(ended, start=1)
+            if turn.restarts and np.array_equal(ids, read[: len(ids)])
+        ]
+        found.append(max(shared, default=(0, 0))[1])
+        before = read if turn.restarts else np.concatenate([context, read])
+        sampled = rollout.token_ids[start : start + turn.num_tokens]
+        start, context = start + turn.num_tokens, np.concatenate([before, sampled])
+        ended.append(context)
+    return found
 
 
 def _outside_gap(turns: Sequence[dict[str, Any]], head: int, left_out: int) -> list[dict[str, Any]]:

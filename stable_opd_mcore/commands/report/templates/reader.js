@@ -206,8 +206,9 @@
   }
 
   // What the student read before a turn.
-  function observed({ observed, restarts }) {
-    const span = element("span", restarts ? "\n… a new context …\n" : "", "observed");
+  function observed({ observed, restarts, continues }) {
+    const from = continues ? ` that continues turn ${continues}` : "";
+    const span = element("span", restarts ? `\n… a new context${from} …\n` : "", "observed");
     highlighted(span, observed);
     return span;
   }
