@@ -103,13 +103,11 @@ class Histories:
         match = self._match(keys, request.tools) if self.appends else None
         seen, why, self.roles = None, "edited", frozenset()
         if match is not None:
+            roles = frozenset(each["role"] for each in request.messages[match.end.num_messages :])
             try:
-                seen = self._appended(request, match)
-                self.roles = frozenset(
-                    each["role"] for each in request.messages[match.end.num_messages :]
-                )
+                seen, self.roles = self._appended(request, match), roles
             except DataError:
-                match, why = None, "refused"
+                match, why = None, "edited" if "assistant" in roles else "refused"
         if seen is None:
             seen = self._rendered(request)
         context = _Context([*request.messages], keys, request.tools)
@@ -212,7 +210,8 @@ class Histories:
         place = self._first_rewritten(request, keys)
         if place is None:
             return ("begun",)
-        if why == "edited" and self._match(keys, None) is not None:
+        with_any, own = self._match(keys, None), self._match(keys, request.tools)
+        if with_any and (own is None or with_any.end.num_messages > own.end.num_messages):
             why = "tools"
         self.first_rewritten = self.first_rewritten or (
             f"{_REASONS[why]}: message {place} of {len(keys)}, {request.messages[place]!s:.200}"

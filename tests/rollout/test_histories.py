@@ -137,7 +137,7 @@ def test_messages_that_cannot_follow_a_turn_are_rendered():
         told = Told(name)
         told.ask(ASK, said="<think>\nHm.\n</think>\n\n2")
         said = assistant("<think>\nHm.\n</think>\n\n2")
-        assert told.ask(ASK, said, assistant("So?"), user("Go on.")).restarts == restarts
+        assert told.ask(ASK, said, SYSTEM, user("Go on.")).restarts == restarts
         assert told.counts().get("rewritten_refused", 0) == restarts
 
 

@@ -47,6 +47,18 @@ def endless(row, seed):
 def failing(row, seed):
     yield "Room 1."
     raise KeyError("door")
+
+def rewriting(row, seed, base_url):
+    import json, urllib.request
+    messages = [{"role": "user", "content": "Room 1."}]
+    for _ in range(3):
+        body = json.dumps({"model": "student", "messages": messages}).encode()
+        request = urllib.request.Request(base_url + "/chat/completions", body)
+        with urllib.request.urlopen(request) as reply:
+            said = json.load(reply)["choices"][0]["message"]["content"]
+        said = said if len(messages) == 1 else "I said nothing."
+        messages += [{"role": "assistant", "content": said}, messages[0]]
+    return 1
 """
 OFF_POLICY = {"objective": {"name": "gkd", "on_policy_fraction": 0.5}}
 
@@ -248,6 +260,20 @@ def test_an_environment_that_fails_at_once_is_found_before_training(tmp_path):
     assert (finding.severity, row) == ("error", "data.train, rows.jsonl:1")
     assert "KeyError: 'door'" in failure
     assert report.transcripts == ()
+
+
+def test_an_agents_lost_history_is_found_before_training(tmp_path):
+    report = check_config(playing(tmp_path, "rewriting"), None)
+    (line,) = [line for line in report.facts if line.startswith("environment")]
+    assert line.endswith(
+        "3 turns, 12 sampled and 131 observed tokens; returned 1.0; 2 contexts, requests: "
+        "1 continued, 0 forked, 1 begun, 1 rewritten (rewritten_edited 1)"
+    )
+    warning = the(report.findings, "gives turns of the student back in another form")
+    assert warning.severity == "warning"
+    (_, share), (_, first) = warning.values
+    assert share == "50%"
+    assert "message 3 of 5" in first
 
 
 def test_a_row_of_each_source_and_of_the_held_out_data_is_played(tmp_path):
