@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
-from stable_opd_mcore.models.layers.attention import Buckets, _packed
+from stable_opd_mcore.models.layers.attention import Buckets, packed_attention
 from stable_opd_mcore.parallel.world import World
 from tests.models import tiny
 
@@ -22,7 +22,7 @@ def test_packed_equals_each_sequence_alone(lengths: list[int], groups: int) -> N
     )
     out_weight = torch.randn(total, 1, 32, dtype=torch.float64)
     buckets = Buckets.of(lengths, torch.device("cpu"))
-    found = _packed(query, key, value, buckets)
+    found = packed_attention(query, key, value, buckets)
     found_grads = torch.autograd.grad((found * out_weight).sum(), (query, key, value))
 
     separate = []
