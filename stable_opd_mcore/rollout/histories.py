@@ -219,19 +219,21 @@ class Histories:
         return "rewritten", f"rewritten_{why}"
 
     def _first_rewritten(self, request: ChatRequest, keys: Sequence[_Key]) -> int | None:
-        """The place of the first turn of the student in a request that continues no context: it
-        equals one of its turns, or stands where a context with the same beginning has one."""
-        turns = {
-            context.keys[end.num_messages - 1] for context in self._contexts for end in context.ends
-        }
-        places = [place for place, key in enumerate(keys) if key in turns]
+        """The place in a request, which continues no context, of a turn of the student: where the
+        context with the longest same beginning has another turn, or the first that equals one."""
+        edited: list[int] = []
         for context in self._contexts:
             both = zip(keys, context.keys, strict=False)
             same = next((n for n, (a, b) in enumerate(both) if a != b), len(keys))
             are_turns = [each[same : same + 1] for each in (request.messages, context.messages)]
             if all(each and each[0]["role"] == "assistant" for each in are_turns):
-                places.append(same)
-        return min(places, default=None)
+                edited.append(same)
+        if edited:
+            return max(edited)
+        turns = {
+            context.keys[end.num_messages - 1] for context in self._contexts for end in context.ends
+        }
+        return next((place for place, key in enumerate(keys) if key in turns), None)
 
 
 _REASONS = {

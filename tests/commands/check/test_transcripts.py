@@ -266,8 +266,8 @@ def test_an_agents_lost_history_is_found_before_training(tmp_path):
     report = check_config(playing(tmp_path, "rewriting"), None)
     (line,) = [line for line in report.facts if line.startswith("environment")]
     assert line.endswith(
-        "3 turns, 12 sampled and 131 observed tokens; returned 1.0; 2 contexts, requests: "
-        "1 continued, 0 forked, 1 begun, 1 rewritten (rewritten_edited 1)"
+        "returned 1.0; 2 contexts, requests: 1 continued, 0 forked, 1 begun, 1 rewritten "
+        "(rewritten_edited 1)"
     )
     warning = the(report.findings, "gives turns of the student back in another form")
     assert warning.severity == "warning"
