@@ -61,7 +61,7 @@ def layer_spec(
     """The `transformer_layer_spec` of GPTModel for one model chunk."""
     fused = transformer_engine_is_usable()
     layer, linear, norm = _layer(config, architecture)
-    if architecture.attention_bias:
+    if architecture.output_bias and not architecture.family.biases:
         attention = layer.submodules.self_attention.submodules
         attention.linear_proj = biased(attention.linear_proj)
     if architecture.family.norms_after:

@@ -303,7 +303,6 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
             "kv_a_proj_with_mqa": (latent.rank + latent.rotated_dim, a.hidden_size),
             "kv_a_layernorm": (latent.rank,),
             "kv_b_proj": (heads * (latent.plain_dim + latent.value_dim), latent.rank),
-            "e_score_correction_bias": (a.experts.number if a.experts else 0,),
         }
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (a.vocab_size, a.hidden_size),
@@ -319,6 +318,7 @@ def hf_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
         "gate": (a.experts.number if a.experts else 0, a.hidden_size),
         "router": (a.experts.number if a.experts else 0, a.hidden_size),
         "sinks": (a.num_attention_heads,),
+        "e_score_correction_bias": (a.experts.number if a.experts else 0,),
         "shared_expert_gate": (1, a.hidden_size),
         "q_norm": (a.head_dim,),
         "k_norm": (a.head_dim,),

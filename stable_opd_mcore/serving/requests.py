@@ -34,6 +34,7 @@ class Routing:
     num_layers: int
     num_experts: int
     per_token: int
+    num_dense_layers: int = 0  # first layers, for which a server says anything
 
     @property
     def per_position(self) -> int:
@@ -49,10 +50,13 @@ class Routing:
         flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype)
         if flat.size != positions * self.per_position:
             raise ValueError(f"{flat.size} experts for {positions} x {self.per_position} choices")
-        if flat.size and not 0 <= flat.min() <= flat.max() < self.num_experts:
+        given = flat.reshape(positions, self.num_layers, self.per_token)
+        routed = given[:, self.num_dense_layers :]
+        if routed.size and not 0 <= routed.min() <= routed.max() < self.num_experts:
             raise ValueError(f"experts outside 0 .. {self.num_experts - 1}")
-        chosen = flat.astype(np.int16).reshape(positions, self.num_layers, self.per_token)
-        if (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any():
+        chosen = np.zeros(given.shape, np.int16)
+        chosen[:, self.num_dense_layers :] = routed
+        if (np.diff(np.sort(routed, axis=-1), axis=-1) == 0).any():
             raise ValueError("an expert is chosen twice for one token")
         return chosen
 

@@ -41,6 +41,16 @@ from tests.shares import weights_of
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
 
+LATENTS = tiny.DEEPSEEK | {  # the widths of experts are padded by the server
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "head_dim": 16,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+}
 FAMILIES = {  # the student of the other files is an untied qwen2
     "qwen2_tied": architecture("qwen2", tied=True),
     "qwen3_vl": {  # served as a qwen3
@@ -62,6 +72,18 @@ FAMILIES = {  # the student of the other files is an untied qwen2
         moe_intermediate_size=48,  # padded by the server
         norm_topk_prob=True,
     ),
+    "gemma3": {  # served as a gemma3_text
+        "model_type": "gemma3",
+        "text_config": architecture(
+            "gemma3_text",
+            head_dim=16,
+            **tiny.GEMMA3 | {"layer_types": ["sliding_attention", "full_attention"]},
+        )
+        | {"rope_theta": None},
+        "tie_word_embeddings": True,
+    },
+    "glm4_moe_lite": architecture("glm4_moe_lite", tied=False, **LATENTS),
+    "deepseek_v3": architecture("deepseek_v3", tied=False, **LATENTS | tiny.MOONLIGHT),
     "gpt_oss": architecture(
         "gpt_oss",
         tied=False,
@@ -77,7 +99,10 @@ EXPERTS = {**DENSE, "expert": 2, "sequence": True}
 
 @pytest.mark.parametrize(
     "names",
-    [("qwen2_tied", "qwen3_vl"), ("llama", "qwen3_moe"), ("gpt_oss",)],
+    [
+        *(("qwen2_tied", "qwen3_vl"), ("llama", "qwen3_moe"), ("gpt_oss",)),
+        *(("gemma3", "glm4_moe_lite"), ("deepseek_v3",)),
+    ],
     ids="-".join,
 )
 def test_families_arrive_bit_exactly(tmp_path, names):

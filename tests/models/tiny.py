@@ -88,6 +88,17 @@ MOONLIGHT = {
     "num_nextn_predict_layers": 0,
     "rope_parameters": YARN_OF_LATENTS,
 }
+AIR = {
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "n_shared_experts": 1,
+    "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
 V2_LITE = {
     "first_k_dense_replace": 2,
     "norm_topk_prob": False,
@@ -144,6 +155,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS,
     "gemma3_text": GEMMA3,
     "glm4_moe_lite": DEEPSEEK,
+    "glm4_moe": DEEPSEEK | AIR,
     "deepseek_v3": DEEPSEEK | MOONLIGHT,
     "deepseek_v2": DEEPSEEK | V2_LITE,
     "qwen3_next": DELTA_NETS | EXPERTS | ALL_LAYERS | SHARED,

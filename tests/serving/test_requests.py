@@ -69,6 +69,11 @@ def test_choices_of_experts_are_parsed_and_checked():
         parse(chosen, positions=2)
     with pytest.raises(ValueError, match="chosen twice"):
         parse(np.zeros_like(chosen))
+    first_is_dense = replace(routing, num_dense_layers=1)
+    chosen[:, 0] = -1  # a server has no choices there
+    found = first_is_dense.parse(base64.b64encode(chosen.tobytes()).decode(), np.int32, 3)
+    assert (found[:, 1] == chosen[:, 1]).all()
+    assert (found[:, 0] == 0).all()
     for text in ("***", "é", "AAA"):
         with pytest.raises(ValueError, match=r"[Bb]ase64|ASCII|padding"):
             routing.parse(text, np.int32, 3)

@@ -139,7 +139,8 @@ class Architecture:
     @property
     def output_bias(self) -> bool:
         """Whether the attention's output has a bias."""
-        return self.family.biases or self.attention_bias
+        given = self.attention_bias and self.family.bias_of_output
+        return self.family.biases or given
 
     @property
     def softmax_scale(self) -> float | None:

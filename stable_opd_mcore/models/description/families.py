@@ -58,6 +58,7 @@ class Family:
     # all: every layer does if sliding_window is set.
     sliding_windows: Literal["typed", "patterned", "switched", "all"] | None = None
     attention_bias: bool = False  # config.json's attention_bias gives q, k, v and output a bias
+    bias_of_output: bool = True  # it gives one to the output, too
     sinks: bool = False  # each head has a sink (models/layers/attention_sinks.py)
     biases: bool = False  # the attention's output, the router and the experts have biases
     # The bound of an expert's gate and up, whose product is gate · sigmoid(1.702 gate) · (up + 1);
@@ -143,15 +144,15 @@ _QWEN3_5_MOE: dict[str, Any] = {
     **_SHARED_EXPERT,
     "supported": _QWEN3_5["supported"] | {"norm_topk_prob": True},
 }
-_DEEPSEEK: dict[str, Any] = {
+_ROUTED: dict[str, Any] = {
     "qkv_bias": False,
     "qk_norm": False,
-    "latent_attention": True,
     "expert_width": "moe_intermediate_size",
     "shared_expert": True,
     "shared_expert_gate": False,
     "shared_name": "shared_experts",
 }
+_DEEPSEEK = _ROUTED | {"latent_attention": True}
 _DEEPSEEK_PLAIN = _PLAIN | _NO_ATTENTION_BIAS | {"moe_layer_freq": 1}
 _SCORED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _NEXT_LAYER = ("model.layers.{num_layers}.",)  # of multi-token prediction
@@ -298,6 +299,25 @@ FAMILIES: dict[str, Family] = {
         scored_router=True,
         carried=_NEXT_LAYER,
         **_DEEPSEEK,
+    ),
+    "glm4_moe": Family(  # GLM-4.5-Air; the larger models have norms of queries and keys
+        "Glm4MoeForCausalLM",
+        supported=_PLAIN | _NO_WINDOW | _SCORED | {"moe_layer_freq": 1, "use_qk_norm": False},
+        defaults={
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-5,
+        },
+        attention_bias=True,
+        bias_of_output=False,
+        rotary_share=0.5,
+        dense_layers="counted",
+        scored_router=True,
+        carried=_NEXT_LAYER,
+        **_ROUTED,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",

@@ -67,6 +67,7 @@ def read_keys(family: Family) -> set[str]:
     one value is implemented."""
     keys = _READ | {family.expert_width} if family.expert_width else set(_READ)
     keys |= _READ_OF_DELTA_NETS if family.delta_nets else set()
+    keys |= {"partial_rotary_factor"} if family.rotary_share != 1.0 else set()
     keys |= _READ_OF_LATENTS if family.latent_attention else set()
     if family.shared_name == "shared_experts":
         keys |= _READ_OF_DEEPSEEKS_EXPERTS

@@ -36,7 +36,10 @@ _FUSED = {  # part of our name -> (part of SGLang's name, the fused parts in ord
 # SGLang makes one matrix of the products that give latents, but only of two tensors that come in
 # one message. Without a latent of queries the second is a matrix of its own.
 SENT_TOGETHER = ("q_a_proj", "kv_a_proj_with_mqa")
-_FP32_ROUTERS = ("glm4_moe_lite",)  # model types whose router's matrix a server holds in fp32
+_FP32_ROUTERS = (
+    "glm4_moe",
+    "glm4_moe_lite",
+)  # model types whose router's matrix a server holds in fp32
 _COLUMNS = ("o_proj.weight", "down_proj.weight", "out_proj.weight")
 _ROWS = (
     "q_proj",

@@ -84,4 +84,5 @@ def routing_of(architecture: Architecture) -> Routing | None:
     experts = architecture.experts
     if experts is None:
         return None
-    return Routing(architecture.num_layers, experts.number, experts.per_token)
+    layers = architecture.num_layers, architecture.num_dense_layers
+    return Routing(layers[0], experts.number, experts.per_token, num_dense_layers=layers[1])
