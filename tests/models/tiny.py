@@ -57,19 +57,21 @@ GPT_OSS = {
         "original_max_position_embeddings": 64,
     },
 }
-DEEPSEEK = {
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "head_dim": 4,
-    "v_head_dim": 7,
+ROUTED = {
     "num_key_value_heads": 4,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "n_shared_experts": 2,
     "moe_intermediate_size": 20,
     "routed_scaling_factor": 1.7,
+}
+DEEPSEEK = ROUTED | {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 7,
 }
 YARN_OF_LATENTS = {
     "rope_type": "yarn",
@@ -155,7 +157,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS,
     "gemma3_text": GEMMA3,
     "glm4_moe_lite": DEEPSEEK,
-    "glm4_moe": DEEPSEEK | AIR,
+    "glm4_moe": ROUTED | AIR,
     "deepseek_v3": DEEPSEEK | MOONLIGHT,
     "deepseek_v2": DEEPSEEK | V2_LITE,
     "qwen3_next": DELTA_NETS | EXPERTS | ALL_LAYERS | SHARED,
