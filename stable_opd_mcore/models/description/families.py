@@ -152,7 +152,7 @@ _ROUTED: dict[str, Any] = {
     "shared_expert_gate": False,
     "shared_name": "shared_experts",
 }
-_DEEPSEEK = _ROUTED | {"latent_attention": True}
+_DEEPSEEK: dict[str, Any] = _ROUTED | {"latent_attention": True}
 _DEEPSEEK_PLAIN = _PLAIN | _NO_ATTENTION_BIAS | {"moe_layer_freq": 1}
 _SCORED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _NEXT_LAYER = ("model.layers.{num_layers}.",)  # of multi-token prediction
