@@ -18,6 +18,16 @@ def uses_of(objective: SourceObjectives) -> dict[str, Use]:
     }
 
 
+def routes_of(objective: SourceObjectives) -> dict[str, str]:
+    """The key in `teacher.routes` of each source whose objective asks a teacher, by its name."""
+    uses = uses_of(objective)
+    return {
+        source_name(source): source.teacher or source_name(source)
+        for source in objective.config.data.sources
+        if uses[source_name(source)].is_taught
+    }
+
+
 def golden_of(objective: SourceObjectives) -> dict[str, Golden]:
     """Which rows of each source need golden solutions, now or once the guard raises lambda."""
     config, found = objective.config, dict[str, Golden]()

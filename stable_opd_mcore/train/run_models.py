@@ -14,9 +14,9 @@ import numpy as np
 from stable_opd_mcore.config.models import LoraConfig, ReferenceConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig, TeacherConfig
 from stable_opd_mcore.config.training import Fp8
-from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.inputs.loading import configured_architecture, refuse_small_vocabulary
+from stable_opd_mcore.inputs.source_uses import routes_of
 from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.output_head import Head, align_head
 from stable_opd_mcore.losses.source_objectives import SourceObjectives
@@ -172,13 +172,12 @@ class RunModels:
         if overlap is not None and isinstance(overlap.teacher.scorer, ServedScorer):
             both = overlap.teacher.scorer.wanted
             of_overlap = replace(both, top_k=max(both.top_k, of_loss.top_k))
-        names = {source_name(each): each.teacher for each in self.config.data.sources}
         served = ServedTeacher(
             settings,
             vocab_size=self.vocab_size,
             temperature=self.objective.temperature,
             wanted=lambda step: of_overlap if overlap_is_due(step + 1) else of_loss,
-            route_of={source: route or source for source, route in names.items()},
+            route_of=routes_of(self.objective),
             stop_ids=overlap.teacher.stop_ids if overlap is not None else (),
             progress=self.progress,
         )

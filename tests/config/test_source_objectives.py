@@ -8,7 +8,7 @@ from stable_opd_mcore.config.objective_settings import ObjectiveConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.source_objectives import objective_names
 from stable_opd_mcore.errors import ConfigError
-from stable_opd_mcore.inputs.source_uses import golden_of, uses_of
+from stable_opd_mcore.inputs.source_uses import golden_of, routes_of, uses_of
 from stable_opd_mcore.losses.objectives import OBJECTIVES
 from stable_opd_mcore.losses.source_objectives import build_source_objectives
 from stable_opd_mcore.records import Use
@@ -50,6 +50,7 @@ def test_a_source_takes_what_it_leaves_out_from_the_run():
         "1.jsonl/train": Use(1),
         "2.jsonl/train": Use(2, is_sampled=False, is_taught=False),
     }
+    assert routes_of(objective) == {"1.jsonl/train": "1.jsonl/train"}  # nobody else needs a route
     assert [*golden_of(objective).values()] == ["by_source", "by_source", "required"]
     assert [*golden_of(objective.with_loss_weights(0, 0)).values()][2] == "required"
     alike = config_of({"name": "grpo"}, {"name": "grpo"}, normaliser="global")

@@ -16,6 +16,7 @@ def parity(row, response):
 
 def told(row, rollout, others):
     """What the first of the others said, unless this one is better."""
-    if rollout.reward > others[0].reward:
+    worth, theirs = ((each.reward or 0) for each in (rollout, others[0]))
+    if worth > theirs:
         return None
-    return f"{row['problem']}={others[0].text[:3]}={int(others[0].reward)}"
+    return f"{row.get('problem', '1')}={others[0].text[:3]}={int(theirs)}"

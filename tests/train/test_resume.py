@@ -1,5 +1,9 @@
-"""A killed run resumes with identical metrics; on other layouts: test_layouts.py."""
+"""A killed run resumes with identical metrics: one with an objective for each source, a teacher's
+prompt made of rollouts, and rollouts that begin with golden turns. On other layouts:
+test_layouts.py.
+"""
 
+import json
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -10,20 +14,30 @@ import pytest
 from stable_opd_mcore.commands.train.train import train
 from tests.parallel.launch import run_ranks, start_process
 from tests.processes import wait_until_ended
-from tests.train.runs import metrics_of, problems, tiny_config
+from tests.train.runs import metrics_of, objective_of_each_source, problems, tiny_config
+from tests.train.test_golden_turns import turns_of
 
 pytestmark = pytest.mark.slow
 
 CHECKPOINTS = {"every": 2, "keep": 2}
-HELD_OUT = problems(64, 8)
 
 
-def config_of(directory: Path, name: str, **sections):
+def config_of(directory: Path, name: str):
+    sections, talks = objective_of_each_source(), directory / "talks.jsonl"
+    rows = [json.dumps({"messages": turns_of(number)}) + "\n" for number in range(1, 5)]
+    talks.write_text("".join(rows))
+    columns = {"messages": "messages", "golden": "all", "answer": None}
+    talk = {"path": str(talks), "columns": columns, "objective": {"name": "opd"}}
+    sections["data"] = {
+        "train": [*sections["data"]["train"], talk],
+        "eval": problems(64, 8)["eval"],
+    }
+    begun = {"prefix": {"by": "golden", "decay_steps": 8}, "samples_per_prompt": 2}
+    sections["rollout"] |= begun
     return tiny_config(
         directory,
         name,
         checkpoint=CHECKPOINTS,
-        data=HELD_OUT,
         evaluation={"every": 3, "temperature": 1.0},
         **sections,
     )
@@ -62,6 +76,9 @@ def test_metrics_of_a_killed_and_restarted_run_are_identical(runs):
     last.join(240)
     assert last.exitcode == 0
 
-    assert metrics_of(runs / "killed") == metrics_of(runs / "uninterrupted")
+    found, expected = metrics_of(runs / "killed"), metrics_of(runs / "uninterrupted")
+    assert found == expected
+    for key in ("rollout/prefix_share", "teacher_prompt/given_share"):
+        assert any(0 < (row.get(key) or 0) < 1 for row in found), key
     kept = sorted(path.name for path in (runs / "killed" / "checkpoints").iterdir())
     assert kept == ["step_000008", "step_000010"]
