@@ -98,6 +98,12 @@ class _Inputs:
     config: Config
     prompt_tokens: int
     vocab_size: int
+    teacher: None = None  # of prompts: encoded here
+
+    @property
+    def window(self) -> int:
+        """Prompt and response fill it, so no turn of `rollout.prefix` comes before them."""
+        return self.prompt_tokens + self.config.longest_turn
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
