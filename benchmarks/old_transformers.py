@@ -43,6 +43,8 @@ def write(directory: Path) -> None:
     for family, release in OLDEST.items():
         fields = tiny.config(family)
         inner = fields.get("text_config", fields)
+        if family == "gpt_oss":  # releases before 4.56 compute YaRN's factor, 32, from the window
+            inner["max_position_embeddings"] = 32 * 64
         if release < "5":  # the form of its published files
             rope = inner.pop("rope_parameters")
             inner |= {k: rope.pop(k) for k in ("rope_theta", "partial_rotary_factor") if k in rope}
