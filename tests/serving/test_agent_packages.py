@@ -1,24 +1,21 @@
 """Real clients and harnesses at an agent's URL: OpenAI's, Anthropic's, LiteLLM, docs/agents.md.
 
-`make agents` installs them. The turns are scripted. The messages of each request say whether a
-harness continues what it sent before.
+`make agents` installs them. The turns are scripted, and what each request continues is what a
+session would say of it (rollout/histories.py).
 """
 
 import asyncio
 import json
 import re
 from collections import Counter
-from itertools import pairwise
 
+import numpy as np
 import pytest
 
-from stable_opd_mcore.data.chat_api import (
-    ChatReply,
-    ToolCall,
-    context_full,
-    episode_over,
-    same_message,
-)
+from stable_opd_mcore.data.bridge import Bridge
+from stable_opd_mcore.data.chat_api import ChatReply, ToolCall, context_full, episode_over
+from stable_opd_mcore.rollout.histories import KINDS, Histories
+from tests.data.real_tokenizers import QWEN3, real_tokenizer
 from tests.serving.agent_packages import ROOT, needs_packages, run_python
 from tests.serving.agent_url import agent_url
 
@@ -52,16 +49,21 @@ def code(text):
 
 ADDED = [called("add", a=17, b=25), said("It is 42")]
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-HARNESSES = {  # the student's turns, and whether each request continues the one before
-    "openai_client": (ADDED, True),
-    "agents_sdk": (ADDED, True),
-    "lang_graph": (ADDED, True),
-    "smol_agents": ([code("x = 17 + 25\nprint(x)"), code("final_answer(x)")], False),
+ONE_CONTEXT = {"begun": 1, "continued": 1}
+HARNESSES = {  # the student's turns, and what becomes of the requests
+    "sums": ([said("It is 42")], {"begun": 1}),
+    "openai_client": (ADDED, ONE_CONTEXT),
+    "agents_sdk": (ADDED, ONE_CONTEXT),
+    "lang_graph": (ADDED, ONE_CONTEXT),
+    "smol_agents": (
+        [code("x = 17 + 25\nprint(x)"), code("final_answer(x)")],
+        {"begun": 1, "rewritten": 1},
+    ),
     "mini_swe_agent": (
         [called("bash", command="echo 42 > answer.txt"), called("bash", command=SUBMIT)],
-        True,
+        ONE_CONTEXT,
     ),
-    "anthropic_client": ([said("It is 42")], True),
+    "anthropic_client": ([said("It is 42")], {"begun": 1}),
 }
 
 
@@ -72,7 +74,7 @@ def test_each_harness_of_the_page_has_a_test():
 @needs_packages
 @pytest.mark.parametrize("name", HARNESSES)
 def test_every_harness_of_the_page_plays_an_episode(tmp_path, name):
-    turns, continues = HARNESSES[name]
+    turns, kinds = HARNESSES[name]
     requests = []
 
     async def answer(secret, request):
@@ -85,12 +87,23 @@ def test_every_harness_of_the_page_plays_an_episode(tmp_path, name):
     assert printed.endswith("\nreward 1.0\n"), printed
     assert len(requests) == len(turns)
     assert not any(request.is_retry for request in requests)
-    for turn, (before, after) in zip(turns, pairwise(requests), strict=False):
-        history = [*before.messages, turn.message]
-        kept = all(map(same_message, history, after.messages))
-        assert kept is continues
-        assert len(after.messages) > len(history)
-        assert not kept or before.tools == after.tools
+    assert becomes_of(requests, turns) == kinds
+
+
+def becomes_of(requests, turns):
+    """How many requests continue a context, begin one, or are rewritten."""
+    tokenizer = real_tokenizer(QWEN3)
+    bridge = Bridge(tokenizer)
+    histories = Histories(bridge, tokenizer.decode, tokenizer.path, ())
+    contexts = []
+    for request, turn in zip(requests, turns, strict=True):
+        seen = histories.observed(request)
+        number = len(contexts) if seen.context is None else seen.context
+        said_ids = [*tokenizer.encode(bridge.said(turn.message)), bridge.turn_end]
+        before = [] if seen.context is None else contexts[number]
+        contexts[number : number + 1] = [[*before, *seen.token_ids, *said_ids]]
+        histories.said(turn, np.array(contexts[number], np.int32))
+    return {kind: histories.counts[kind] for kind in KINDS if histories.counts[kind]}
 
 
 @needs_packages
