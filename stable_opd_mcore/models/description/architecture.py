@@ -446,7 +446,14 @@ def _rotaries(fields: Fields, family: Family, head_dim: int) -> tuple[Rotary, Ro
             f"{fields.origin}: rope_type {local.scaling.kind!r} of {SLIDING} is not supported for "
             f"{fields.values['model_type']}, where servers read 'default'; take another model"
         )
-    return read_rotary(of_layers(fields, FULL), head_dim, share), local
+    full = read_rotary(of_layers(fields, FULL), head_dim, share)
+    if full.score_factor != 1.0:
+        raise UserError(
+            f"{fields.origin}: rope_type 'yarn' of {FULL} is not supported for "
+            f"{fields.values['model_type']}: it multiplies the scores of these layers alone; take "
+            "another model, or remove the scaling (the window is then the original one)"
+        )
+    return full, local
 
 
 def _experts(fields: Fields, family: Family) -> Experts:

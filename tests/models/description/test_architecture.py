@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -243,6 +244,38 @@ def test_an_exported_config_names_one_type(keys: tuple[str, ...], tmp_path: Path
         written = json.loads((tmp_path / "config.json").read_text())
         for each in (written, written.get("text_config", written)):
             assert {each.get(key) for key in keys or ("dtype",)} == {"float32"}
+
+
+REFUSED = [  # family, changes of a tiny config, words of the refusal
+    (
+        "gemma3",
+        {"rope_parameters": {FULL: YARN | {"rope_theta": 1e6}, SLIDING: {"rope_type": "default"}}},
+        "rope_type 'yarn' of full_attention",
+    ),
+    (
+        "gemma3",
+        {"rope_parameters": {SLIDING: {"rope_type": "linear", "factor": 2.0}}},
+        "rope_type 'linear' of sliding_attention",
+    ),
+    ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "expected an object for each of"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 3}, "n_group=4 and topk_group=1"),
+    ("deepseek_v3", {"first_k_dense_replace": 4}, "4 of 4 layers have a dense MLP"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "expected num_attention_heads=4"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    ("deepseek_v3", {"rope_parameters": tiny.YARN_OF_LATENTS | {"mscale": 0}}, "mscale=0"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "expected 'greedy'"),
+    ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace=3"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"] * 2}, "'dense' and then 'sparse'"),
+    ("glm4_moe_lite", {"head_dim": 10}, "head_dim=10 and qk_rope_head_dim=4"),
+    ("glm4_moe", {"use_qk_norm": True}, "use_qk_norm=True"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "words"), REFUSED)
+def test_what_is_not_computed_is_refused_by_name(model_type, changes, words) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_architecture(tiny.config(model_type, **changes))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_next"])
