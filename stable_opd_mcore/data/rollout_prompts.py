@@ -106,9 +106,9 @@ class RolloutPrompts:
     def example(self, prompt: Prompt) -> str | None:
         """The prompt of a wrong rollout with feedback and a right sibling, special tokens included,
         or why the function fails on it; None if it makes none."""
-        none = np.empty(0)
+        ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
         wrong, right = (
-            Rollout(prompt, number, none, none, Ending.STOP, 0, text, reward, feedback=feedback)
+            Rollout(prompt, number, ids, logprobs, Ending.STOP, 0, text, reward, feedback=feedback)
             for number, (text, reward, feedback) in enumerate(_EXAMPLES)
         )
         made = self._made(wrong, Told.of(wrong), [Told.of(right)])
