@@ -19,6 +19,7 @@ NAME = re.compile(
 FILES = {"json", "jsonl", "md", "model", "parquet", "py", "safetensors", "yaml"}
 # Said to be gone; a tensor; a function.
 NO_SETTINGS = {"rollout.order", "optimizer.state.{}.{}", "train.samples.collecting.sample_rollouts"}
+NO_SETTINGS |= {"memory.max", "memory.limit_in_bytes", "memory.used"}  # of cgroups and nvidia-smi
 
 
 def texts_of(path: Path) -> Iterator[str]:

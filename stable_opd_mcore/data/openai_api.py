@@ -149,7 +149,7 @@ def _refuse_other(name: str, key: str, value: Any, template_kwargs: Object) -> N
     if key not in template_kwargs or template_kwargs[key] != value:
         raise refused(
             f"{name}={value!s:.60}: the student is trained with the run's "
-            f"tokenizer.chat_template_kwargs, {json.dumps(dict(template_kwargs))}; set it there, "
+            f"student.chat_template_kwargs, {json.dumps(dict(template_kwargs))}; set it there, "
             "or leave it out",
             "unsupported_parameter",
         )

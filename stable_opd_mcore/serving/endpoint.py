@@ -137,7 +137,7 @@ def app(
     Args:
         answer: raises RequestError for a request that gets an error. It is cancelled if the client
             hangs up.
-        template_kwargs: tokenizer.chat_template_kwargs, which a request may repeat.
+        template_kwargs: student.chat_template_kwargs, which a request may repeat.
     """
 
     async def application(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:

@@ -99,7 +99,8 @@ def test_smoke_config_writes_every_file_and_metric(runs, monkeypatch):
     assert "eval/accuracy" in rows[0]
     written = {key for row in read_metrics(RunDirectory(run).metrics) for key in row}
     others = ("engine/", "moe/", "environment/")  # rollout servers, experts, environments
-    others += ("perf/staleness_",)  # rollouts that lag
+    others += ("perf/staleness_", "rollout/prefix_")  # rollouts that lag, that others begin
+    others += ("teacher_prompt/",)  # prompts made of what happened
     of_episodes = re.compile("_turn_|/turns_|/episode_|/repeated_turn|/ending_")
     unwritten = {
         key

@@ -101,6 +101,8 @@ def tiny(config: Config, directory: Path) -> tuple[str, Config]:
     def shrunk(model: Any) -> dict[str, Any]:
         source, _ = model_source(model, "model")
         assert isinstance(source, dict)
+        if "text_config" in source:
+            source = source["text_config"] | {"model_type": f"{source['model_type']}_text"}
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32}
         sizes |= {"max_position_embeddings": 128, "initializer_range": 0.1}
@@ -109,6 +111,15 @@ def tiny(config: Config, directory: Path) -> tuple[str, Config]:
             sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
             sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
             sizes |= {"full_attention_interval": 2}
+        if source["model_type"] == "gemma3_text":  # its head is tied
+            kinds = ["sliding_attention", "full_attention"]
+            sizes |= {"tie_word_embeddings": True, "layer_types": kinds}
+        if "kv_lora_rank" in source:
+            ranks = {"q_lora_rank": source["q_lora_rank"] and 8, "kv_lora_rank": 8}
+            sizes |= ranks | {"num_key_value_heads": 4, "head_dim": None}
+            sizes |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+            sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            sizes |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
         if "num_local_experts" in source:
             sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
         return {
@@ -121,7 +132,8 @@ def tiny(config: Config, directory: Path) -> tuple[str, Config]:
     if config.teacher is not None and config.teacher.is_self:
         values["teacher"] = {"path": "self", "prompt": "{{ solution }}{{ problem }}"}
     elif config.teacher is not None:
-        values["teacher"] = shrunk(config.teacher)
+        # A served one may be of a family that the trainer does not know.
+        values["teacher"] = shrunk(config.student if config.teacher.is_served else config.teacher)
     of_models = ("parallel", "memory", "fault", "checkpoint", "reference")
     for unset in (*of_models, "evaluation", "environment"):
         values[unset] = {}
