@@ -222,6 +222,51 @@ def test_episodes_go_on_over_publishes(tmp_path, pair):
     assert rows(run)[-1]["grad_norm"] > 0
 
 
+AGENT = """
+import time
+from openai import OpenAI
+
+
+def episode(row, seed, base_url):
+    client = OpenAI(base_url=base_url, api_key="-")
+
+    def say(*messages):
+        time.sleep(0.2)  # weights are published meanwhile
+        reply = client.chat.completions.create(model="student", messages=messages)
+        return {"role": "assistant", "content": reply.choices[0].message.content}
+
+    first, new = [{"role": "user", "content": text} for text in ("2+1", "1+1")]
+    said = say(first)
+    again = say(first, said, new)
+    say(first, said, new, again, first)
+    say(first, said, first)  # a fork
+    say(new)
+    return seed % 2
+"""
+
+
+def test_an_agents_contexts_go_on_over_publishes(tmp_path, pair):
+    (tmp_path / "agent.py").write_text(AGENT)
+    settings = (
+        f"environment.function={tmp_path / 'agent.py'}:episode",
+        *("environment.workers=4", "environment.timeout_seconds=200"),
+        *("sampling.max_new_tokens=12", "optimizer.warmup_steps=0", "optimizer.lr=1e-12"),
+        *("train.steps=5", "rollout.max_staleness=2", "rollout.partial=true"),
+        *pair.overrides,
+    )
+    run = train(tmp_path, "agent", *settings)
+    assert max(row["logprob/rollout_gap_max"] for row in rows(run)) < 1e-4
+    sampled = [rollout for step in range(1, 6) for rollout in rollouts(run, step)]
+    assert {rollout["finish_reason"] for rollout in sampled} == {"stop"}
+    contexts = {sum(turn["restarts"] for turn in each["turns"][1:]) for each in sampled}
+    assert {2} < contexts <= {2, 3, 4}  # more where a turn ended with the second stop token
+    versions = [
+        {part["weight_version"] for part in rollout.get("segments", [])} for rollout in sampled
+    ]
+    assert max(map(len, versions)) > 1
+    assert sum(row["environment/rewritten"] for row in rows(run)) == 0
+
+
 def test_metrics_of_rollouts_that_lag_and_outlive_updates(tmp_path, pair):
     """Who waited, and how old the weights were that sampled."""
     ahead, longer = (
