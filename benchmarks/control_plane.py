@@ -67,9 +67,9 @@ SMOKE = Size(((2, 4, 64),), 2, 1)
 class Tape:
     """JSON of random tokens, so that a reply of any length is a few slices."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int) -> None:
         rng = np.random.default_rng(0)
-        ids = rng.integers(10, VOCABULARY, LONG)
+        ids = rng.integers(10, vocabulary, LONG)
         values = (-rng.exponential(0.3, LONG)).astype(np.float32)
         self.flat = {"val": values, "idx": ids.astype(np.int32)}
         self._ids = [b"%d" % token for token in ids]
@@ -137,9 +137,9 @@ class StandIn(asyncio.Protocol):
         self._transport.close()
 
 
-def stand_ins(number: int, spread: float, answer: Connection) -> None:
+def stand_ins(number: int, spread: float, vocabulary: int, answer: Connection) -> None:
     async def serve() -> None:
-        tape, kept, loop = Tape(), {}, asyncio.get_running_loop()
+        tape, kept, loop = Tape(vocabulary), {}, asyncio.get_running_loop()
         servers = [
             await loop.create_server(
                 lambda: StandIn(tape, kept, spread), "127.0.0.1", 0, backlog=4096
@@ -157,10 +157,10 @@ def stand_ins(number: int, spread: float, answer: Connection) -> None:
 class Servers:
     """The stand-ins' addresses, as long as the `with` block runs."""
 
-    def __init__(self, number: int, spread: float = 0.0) -> None:
+    def __init__(self, number: int, spread: float = 0.0, vocabulary: int = VOCABULARY) -> None:
         ours, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        arguments = (number, spread, theirs)
+        arguments = (number, spread, vocabulary, theirs)
         self._process = context.Process(target=stand_ins, args=arguments, daemon=True)
         self._process.start()
         self.urls = [f"http://127.0.0.1:{port}" for port in ours.recv()]
@@ -227,9 +227,13 @@ def sampled(
     return seconds | {"lost": lost}
 
 
-def lost_share(urls: list[str], number: int) -> float:
+def lost_share(run: Callable[[Callable[[Callable[[], bool]], None]], Any]) -> float:
     """The share of its time for which the main thread, which launches small operations, is neither
-    on a core nor waits for one, while long replies come in."""
+    on a core nor waits for one, while `run` does its work in other threads.
+
+    Args:
+        run: called with what the main thread does until its argument returns True.
+    """
 
     def schedule() -> tuple[float, float, float]:
         path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
@@ -246,7 +250,7 @@ def lost_share(urls: list[str], number: int) -> float:
         wall, on_core, waits = (b - a for a, b in zip(before, schedule(), strict=True))
         shares.append((wall - on_core - waits) / (wall - waits))
 
-    sampled(urls, number, LONG, work)
+    run(work)
     return shares[0]
 
 
@@ -301,7 +305,7 @@ def main() -> None:
         costs = f"{ours['trainer']:.3f} s | {ours['child']:.2f} s | {theirs} | {ours['wall']:.1f} s"
         print(f"| {number} x {tokens} over {servers} | {costs} | {ours['lost']:.0f} |", flush=True)
     with Servers(8, 0.1 if smoke else SPREAD_SECONDS) as serving:
-        lost = lost_share(serving.urls, size.long_responses)
+        lost = lost_share(partial(sampled, serving.urls, size.long_responses, LONG))
         print(f"\nmain thread, time lost while replies come in: {lost:.1%}")
     with Servers(1) as serving:
         for top_k in (32, 0):

@@ -19,6 +19,7 @@ from stable_opd_mcore.config.load import load_config
 ROOT = Path(__file__).parents[2]
 NEEDS_ALFWORLD = pytest.mark.skipif(not find_spec("alfworld"), reason="alfworld is not installed")
 PROGRAMS = {
+    "agents": (),
     "alfworld.games": NEEDS_ALFWORLD,
     "control_plane": (),
     "fp8": (),
@@ -32,6 +33,7 @@ PROGRAMS = {
 }
 ARGUMENTS = {"alfworld.games": ["{}"], "real_lm.pair": ["{}"], "gpu": ["--out={}"]}
 PRINTS = {
+    "agents": r"8 turns of 32 tokens in .*\nmain thread, time lost while 4 agents run: \d",
     "alfworld.games": r"tokens in ",
     "control_plane": r"\| 4 x 64 over 2 \|.*\| 0 \|\n(.|\n)*top 0 and two stop ids: \d",
     "fp8": r"\| qwen2, random \| all three \| blockwise \| 0\.\d",
