@@ -94,38 +94,39 @@ def test_the_7b_pair_with_an_adapter_fits_two_gpus(gpu):
     assert make_plan(config, Cluster(1, 2, 0), gpu).memory.fits
 
 
+def shrunk(model: Any) -> dict[str, Any]:
+    """The settings of a tiny model of the same family."""
+    source, _ = model_source(model, "model")
+    assert isinstance(source, dict)
+    if "text_config" in source:
+        source = source["text_config"] | {"model_type": f"{source['model_type']}_text"}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32}
+    sizes |= {"max_position_embeddings": 128, "initializer_range": 0.1}
+    sizes |= {"rope_theta": 10000.0, "tie_word_embeddings": False}  # equal for equal recipes
+    if "linear_num_key_heads" in source:
+        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        sizes |= {"full_attention_interval": 2}
+    if source["model_type"] == "gemma3_text":  # its head is tied
+        kinds = ["sliding_attention", "full_attention"]
+        sizes |= {"tie_word_embeddings": True, "layer_types": kinds}
+    if "kv_lora_rank" in source:
+        ranks = {"q_lora_rank": source["q_lora_rank"] and 8, "kv_lora_rank": 8}
+        sizes |= ranks | {"num_key_value_heads": 4, "head_dim": None}
+        sizes |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+        sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        sizes |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    if "num_local_experts" in source:
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return {
+        "architecture": {**source, **sizes, **({"head_dim": 8} if "head_dim" in source else {})}
+    }
+
+
 def tiny(config: Config, directory: Path) -> tuple[str, Config]:
     """The recipe with tiny models of its families; what is left of it, to run equal ones once."""
     values = config.model_dump(by_alias=True)
-
-    def shrunk(model: Any) -> dict[str, Any]:
-        source, _ = model_source(model, "model")
-        assert isinstance(source, dict)
-        if "text_config" in source:
-            source = source["text_config"] | {"model_type": f"{source['model_type']}_text"}
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32}
-        sizes |= {"max_position_embeddings": 128, "initializer_range": 0.1}
-        sizes |= {"rope_theta": 10000.0, "tie_word_embeddings": False}  # equal for equal recipes
-        if "linear_num_key_heads" in source:
-            sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-            sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-            sizes |= {"full_attention_interval": 2}
-        if source["model_type"] == "gemma3_text":  # its head is tied
-            kinds = ["sliding_attention", "full_attention"]
-            sizes |= {"tie_word_embeddings": True, "layer_types": kinds}
-        if "kv_lora_rank" in source:
-            ranks = {"q_lora_rank": source["q_lora_rank"] and 8, "kv_lora_rank": 8}
-            sizes |= ranks | {"num_key_value_heads": 4, "head_dim": None}
-            sizes |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-            sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-            sizes |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-        if "num_local_experts" in source:
-            sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
-        return {
-            "architecture": {**source, **sizes, **({"head_dim": 8} if "head_dim" in source else {})}
-        }
-
     values["student"] = shrunk(config.student) | {"lora": values["student"]["lora"]}
     if config.cold_start is not None:
         values["cold_start"] |= {"steps": 1, "prompts_per_step": 4}
