@@ -132,6 +132,9 @@ def _adapter_arguments(
     return [*arguments, "--lora-backend", "torch_native"] if device == "cpu" else arguments
 
 
+_ROUTER_KEYS = ("moe_layer_freq", "topk_method", "scoring_func")
+
+
 def write_model_config(architecture: Architecture, directory: Path) -> Path:
     """Write a directory from which a server can start without weights."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -158,6 +161,9 @@ def model_config(architecture: Architecture) -> dict[str, Any]:
         # SGLang reads only this key, and has no use for layers that are not trained.
         own |= {"first_k_dense_replace": architecture.num_dense_layers}
         own |= {"num_nextn_predict_layers": 0}
+        # It reads keys that transformers' settings lack, whose only value here the family knows.
+        known = architecture.family.supported
+        own |= {key: known[key] for key in _ROUTER_KEYS if key in known}
     if architecture.delta_net is not None:
         own |= {"full_attention_interval": _attention_interval(architecture)}
     return own_class | source | own
