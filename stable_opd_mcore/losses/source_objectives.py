@@ -10,15 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch.distributed as dist
-from torch import Tensor
-
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.losses import token_weights
 from stable_opd_mcore.losses.objectives import Objective, ScoresNeeded, build_objective
-from stable_opd_mcore.losses.output_head import Head
-from stable_opd_mcore.records import LossOutput, MicroBatch
+from stable_opd_mcore.records import MicroBatch
 from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
 _NEEDS: tuple[ScoresNeeded, ...] = ("none", "sampled", "topk", "hidden")  # the most come last
@@ -93,25 +89,9 @@ class SourceObjectives:
             facts, lambda source, own: self.each[self.of_source[source]].weights_of(own), weights
         )
 
-    def __call__(
-        self,
-        hidden_NH: Tensor,
-        head: Head,
-        microbatch: MicroBatch,
-        *,
-        teacher_head: Head | None = None,
-        reference_head: Head | None = None,
-        context_group: dist.ProcessGroup | None = None,
-    ) -> LossOutput:
-        """The loss of a micro-batch by its objective; see `Objective.__call__`."""
-        return self.each[microbatch.objective](
-            hidden_NH,
-            head,
-            microbatch,
-            teacher_head=teacher_head,
-            reference_head=reference_head,
-            context_group=context_group,
-        )
+    def of(self, microbatch: MicroBatch) -> Objective:
+        """The objective of a micro-batch's samples."""
+        return self.each[microbatch.objective]
 
 
 def build_source_objectives(

@@ -235,8 +235,9 @@ class NotFinite:
     def with_loss_weights(self, *weights):
         return NotFinite(self._objective.with_loss_weights(*weights))
 
-    def __call__(self, hidden, *args, **kwargs):
-        return self._objective(hidden * torch.nan, *args, **kwargs)
+    def of(self, microbatch):
+        own = self._objective.of(microbatch)
+        return lambda hidden, *args, **kwargs: own(hidden * torch.nan, *args, **kwargs)
 
 
 def test_non_finite_numbers_stop_the_step_that_made_them(run):
