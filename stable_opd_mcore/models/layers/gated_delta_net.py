@@ -42,6 +42,7 @@ from stable_opd_mcore.models.layers.attention import (
     from_rectangles,
     to_rectangles,
 )
+from stable_opd_mcore.models.layers.linear import linear_options
 
 _CHUNK = 64  # tokens whose products are computed at once
 _NORM_EPS = 1e-6  # in the normalisation of queries and keys, as in `fla`
@@ -149,22 +150,13 @@ class GatedDeltaNet(MegatronModule):
         self.layer_number, self.net, self.tp_group = layer_number, net, pg_collection.tp
         ranks = self.tp_group.size()
         self.num_keys, self.num_values = net.num_key_heads // ranks, net.num_value_heads // ranks
-        shared: dict[str, Any] = {
-            "config": config,
-            "init_method": lambda weight: weight,
-            "bias": False,
-            "is_expert": False,
-            "tp_group": self.tp_group,
-        }
-        column: dict[str, Any] = shared | {"gather_output": False, "skip_bias_add": False}
+        column, row = linear_options(config, self.tp_group)
         self.in_proj = submodules.in_proj(config.hidden_size, net.channels + net.values, **column)
         # A projection of its own, always Megatron's: decay and beta are too sensitive for FP8.
         self.in_proj_ba = ColumnParallelLinear(
             config.hidden_size, 2 * net.num_value_heads, **column
         )
-        self.out_proj = submodules.out_proj(
-            net.values, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **shared
-        )
+        self.out_proj = submodules.out_proj(net.values, config.hidden_size, **row)
         channels = net.channels // ranks
         self.conv_weight = torch.nn.Parameter(torch.empty(channels, 1, net.conv_width))
         self.dt_bias = torch.nn.Parameter(torch.empty(self.num_values))

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.layers.attention import PackedSequences, packed_attention
-from stable_opd_mcore.models.layers.linear import ReplicatedLinear
+from stable_opd_mcore.models.layers.linear import ReplicatedLinear, linear_options
 from stable_opd_mcore.models.layers.rotary import rotate
 
 _NORM_EPS = 1e-6  # of the latents' norms, in transformers whatever rms_norm_eps is
@@ -69,14 +69,7 @@ class LatentAttention(MegatronModule):
         heads, hidden = config.num_attention_heads, config.hidden_size
         self.num_heads = heads // self.tp_group.size()
         self.scale = architecture.softmax_scale or architecture.head_dim**-0.5
-        shared: dict[str, Any] = {
-            "config": config,
-            "init_method": lambda weight: weight,
-            "bias": False,
-            "is_expert": False,
-            "tp_group": self.tp_group,
-        }
-        column: dict[str, Any] = shared | {"gather_output": False, "skip_bias_add": False}
+        column, row = linear_options(config, self.tp_group)
         norm: dict[str, Any] = {"config": config, "eps": _NORM_EPS}
         rank = latent.query_rank
         if rank is not None:
@@ -87,9 +80,7 @@ class LatentAttention(MegatronModule):
         self.kv_norm = submodules.norm(hidden_size=latent.rank, **norm)
         width = heads * (latent.plain_dim + latent.value_dim)
         self.kv_up = submodules.column(latent.rank, width, **column)
-        self.linear_proj = submodules.row(
-            heads * latent.value_dim, hidden, input_is_parallel=True, skip_bias_add=True, **shared
-        )
+        self.linear_proj = submodules.row(heads * latent.value_dim, hidden, **row)
         self.core_attention = None
         if submodules.core is not None:
             self.core_attention = submodules.core(

@@ -102,6 +102,20 @@ def emulate_fp8(chunk: Any, fp8: Fp8) -> None:
                 module.rounding = ROUNDINGS[fp8.recipe]
 
 
+def linear_options(config: Any, tp_group: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What Megatron's layers of a mixer without biases are built with, whose weights are read
+    later: one whose outputs tensor ranks share, and the last one, whose inputs they share."""
+    both: dict[str, Any] = {
+        "config": config,
+        "init_method": lambda weight: weight,
+        "bias": False,
+        "is_expert": False,
+        "tp_group": tp_group,
+    }
+    column = both | {"gather_output": False, "skip_bias_add": False}
+    return column, both | {"input_is_parallel": True, "skip_bias_add": True}
+
+
 class ReplicatedLinear(torch.nn.Module):
     """A layer whose matrix every tensor rank has whole, for its own tokens; never in FP8."""
 
