@@ -17,7 +17,7 @@ from stable_opd_mcore.data.openai_api import SAMPLING, Form, body_key, model_nam
 from stable_opd_mcore.data.request_parts import (
     Object,
     positive,
-    read_object,
+    read_body,
     read_stop,
     read_tools,
     refused,
@@ -35,15 +35,11 @@ def read_request(
     body: bytes, _template_kwargs: Object | None = None, is_retry: bool = False
 ) -> tuple[ChatRequest, Form]:
     """A body of /v1/messages; arguments and errors as in openai_api.py."""
-    given = read_object(body)
-    try:
-        return _read(given, is_retry)
-    except RecursionError:
-        raise refused("the body is nested too deep; send flatter arguments and schemas") from None
+    return read_body(body, lambda fields: _read(fields, is_retry))
 
 
 def _read(given: Object, is_retry: bool) -> tuple[ChatRequest, Form]:
-    fields = {key: value for key, value in given.items() if value is not None}
+    fields = {**given}
     ignored = {key for key in fields if key in (*SAMPLING, *_WITHOUT_EFFECT)}
     effort = fields.pop("output_config", {})
     if effort != {}:

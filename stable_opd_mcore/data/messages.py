@@ -254,22 +254,36 @@ def _calls(value: object, place: str) -> list[Mapping[str, Any]]:
     calls: list[Mapping[str, Any]] = []
     value = _from_json(value)
     for call in cast("list[Any]", value if isinstance(value, list) else [value]):
-        name: Any
-        arguments: Any
         try:
-            name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
-            name = arguments = None
-        if not isinstance(name, str) or not isinstance(arguments, dict):
+            read = name_and_arguments(call)
+        except RecursionError:
+            read = None
+        if read is None:
             raise DataError(
                 f"{place}: tool call {call!r:.80}; write {{function: {{name: ..., arguments: "
                 "...}}, the arguments as an object or its JSON text"
             )
         own = {key: each for key, each in call.items() if each is not None}
-        function = {**call["function"], "arguments": without_nulls(cast("Any", arguments))}
+        function = {**call["function"], "arguments": without_nulls(read[1])}
         calls.append({**own, "function": function})
     return calls
+
+
+def name_and_arguments(call: Any) -> tuple[str, dict[str, Any]] | None:
+    """Of a call in OpenAI's form, whose arguments may be JSON text; None: it has another form.
+
+    Raises:
+        RecursionError: the JSON text is nested too deep.
+    """
+    name: Any
+    arguments: Any
+    try:
+        name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (TypeError, KeyError, AttributeError, ValueError):
+        return None
+    is_read = isinstance(name, str) and isinstance(arguments, dict)
+    return (name, cast("dict[str, Any]", arguments)) if is_read else None
 
 
 def _from_json(value: object) -> object:

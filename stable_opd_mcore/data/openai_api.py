@@ -19,8 +19,8 @@ from stable_opd_mcore.data.messages import THOUGHT
 from stable_opd_mcore.data.request_parts import (
     Object,
     positive,
+    read_body,
     read_messages,
-    read_object,
     read_stop,
     read_tools,
     refused,
@@ -84,15 +84,10 @@ def read_request(
     Raises:
         RequestError: a body that is no such request, or asks for what cannot be given here.
     """
-    given = read_object(body)
-    try:
-        return _read(given, template_kwargs or {}, is_retry)
-    except RecursionError:
-        raise refused("the body is nested too deep; send flatter arguments and schemas") from None
+    return read_body(body, lambda fields: _read(fields, template_kwargs or {}, is_retry))
 
 
-def _read(given: Object, template_kwargs: Object, is_retry: bool) -> tuple[ChatRequest, Form]:
-    fields = {key: value for key, value in given.items() if value is not None}
+def _read(fields: Object, template_kwargs: Object, is_retry: bool) -> tuple[ChatRequest, Form]:
     ignored = {key for key in fields if key in (*SAMPLING, *_WITHOUT_EFFECT)}
     _refuse_fields(fields.keys() - ignored - set(_READ), fields, template_kwargs)
     found, unread = read_messages(fields.get("messages"))
@@ -182,11 +177,8 @@ def _forces_call(choice: Any) -> bool:
 
 def completion(reply: ChatReply, form: Form, name: str) -> dict[str, Any]:
     """The body of a reply that is not streamed; `name` is its own."""
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
-    if reply.reasoning:
-        message[THOUGHT] = reply.reasoning
+    message = {**reply.message, "refusal": None}
     if reply.calls:
-        message["content"] = reply.content or None
         message["tool_calls"] = _written_calls(reply)
     choice = {
         "index": 0,

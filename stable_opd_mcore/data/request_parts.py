@@ -5,14 +5,15 @@ here: which settings an API has (openai_api.py).
 """
 
 import json
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from stable_opd_mcore.data.chat_api import RequestError, canonical_json
-from stable_opd_mcore.data.messages import THOUGHT, THOUGHT_KEYS, Message
+from stable_opd_mcore.data.messages import THOUGHT, THOUGHT_KEYS, Message, name_and_arguments
 from stable_opd_mcore.data.tool_schemas import Tool, parse_tools
 
 Object = Mapping[str, Any]
+T = TypeVar("T")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _ROLES = {
     "system": "system",
@@ -24,11 +25,11 @@ _ROLES = {
 _KEYS = {"assistant": {"tool_calls", *THOUGHT_KEYS}, "tool": {"tool_call_id", "name"}}
 
 
-def read_object(body: bytes) -> Object:
-    """The JSON object in a body.
+def read_body(body: bytes, read: Callable[[Object], T]) -> T:
+    """What `read` makes of the JSON object in a body, without its keys that are null.
 
     Raises:
-        RequestError: anything else.
+        RequestError: no such object, or one that is nested too deep; or `read` raises it.
     """
     try:
         value = json.loads(body)
@@ -36,7 +37,11 @@ def read_object(body: bytes) -> Object:
         raise refused(f"the body is not valid JSON: {error}; send one object") from None
     if not isinstance(value, dict):
         raise refused(f"the body is a JSON {type(value).__name__}; send one object")
-    return cast("Object", value)
+    fields = {key: each for key, each in cast("Object", value).items() if each is not None}
+    try:
+        return read(fields)
+    except RecursionError:
+        raise refused("the body is nested too deep; send flatter arguments and schemas") from None
 
 
 def refused(message: str, code: str = "invalid_value") -> RequestError:
@@ -154,18 +159,13 @@ def _calls(value: Any, place: str) -> list[Mapping[str, Any]]:
     """Calls in the history, with their arguments as objects."""
     calls: list[Mapping[str, Any]] = []
     for given in cast("list[Any]", value if isinstance(value, list) else [value]):
-        name: Any
-        arguments: Any
-        try:
-            name, arguments = given["function"]["name"], given["function"].get("arguments") or {}
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (TypeError, KeyError, AttributeError, ValueError):
-            name = arguments = None
-        if not isinstance(name, str) or not isinstance(arguments, dict):
+        read = name_and_arguments(given)
+        if read is None:
             raise refused(
                 f"{place}: {given!s:.80}; expected {{id: ..., type: function, function: {{name: "
                 "..., arguments: ...}}, the arguments as the JSON text of an object"
             )
+        name, arguments = read
         canonical_json(arguments)  # nested too deep for a comparison: refused here
         call_id = {"id": str(given["id"])} if given.get("id") else {}
         function: dict[str, Any] = {"name": name, "arguments": arguments}
