@@ -23,9 +23,9 @@ from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.inputs.pair import EXAMPLE
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.agent_account import account_text
 from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.interaction import Interaction
-from stable_opd_mcore.rollout.sessions import account_text
 
 _SECONDS = 60.0  # then the student gets no further turn
 

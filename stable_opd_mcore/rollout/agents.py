@@ -29,6 +29,7 @@ from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.worker_processes import set_future
 from stable_opd_mcore.records import Prompt
+from stable_opd_mcore.rollout.agent_account import lost_share
 from stable_opd_mcore.rollout.environment_process import (
     AgentProcess,
     EnvironmentFailure,
@@ -36,7 +37,7 @@ from stable_opd_mcore.rollout.environment_process import (
 )
 from stable_opd_mcore.rollout.environment_worker import Answer
 from stable_opd_mcore.rollout.episodes import WhatFollows
-from stable_opd_mcore.rollout.sessions import DOORWAY, Asked, Session, Student, lost_share
+from stable_opd_mcore.rollout.sessions import DOORWAY, Asked, Session, Student
 from stable_opd_mcore.serving.http_process import HTTP
 
 _MAX_FAILURES = 2  # of one episode; the last one ends it

@@ -8,7 +8,7 @@ An agent sends its whole history with each request. Messages say which context i
 with the longest history, up to a turn, that equals the request's first messages. Tokens say what
 the student reads: those of the context as they were read and sampled, and after them the new
 messages. So nothing that was sampled is encoded again, unless no history matches. Not here: HTTP,
-the order of requests, limits (agents.py).
+the order of requests, limits (sessions.py).
 """
 
 from __future__ import annotations
@@ -27,20 +27,6 @@ from stable_opd_mcore.data.messages import THOUGHT, Message, with_system
 from stable_opd_mcore.data.tool_schemas import Tool, refuse_unnamed
 from stable_opd_mcore.errors import DataError
 
-# What becomes of an agent's requests, each counted in one of these
-KINDS = (
-    "continued",  # of the end of a context
-    "forked",  # of an earlier turn of a context: a new context with the same tokens up to there
-    "begun",  # no turn of the student is in it: a first request, a sub-agent, a summary
-    "rewritten",  # it has turns of the student in another form: the chat template writes all of it
-)
-# Why requests were rewritten, and what else a harness lost
-LOSSES = (
-    "rewritten_edited",  # no history equals theirs
-    "rewritten_tools",  # the tools are others
-    "rewritten_refused",  # the chat template cannot write the new messages after a turn
-    "dropped_thoughts",  # continued without a turn's thought, which the student still reads
-)
 _Key = tuple[str, str, str]
 
 

@@ -30,6 +30,7 @@ from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.metrics import Metrics, Sum
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.agent_account import COUNTS as AGENT_COUNTS
 from stable_opd_mcore.rollout.agents import AgentPool, Notes
 from stable_opd_mcore.rollout.environment_worker import Answer
 from stable_opd_mcore.rollout.environments import EnvironmentPool
@@ -43,7 +44,6 @@ from stable_opd_mcore.rollout.played_turns import (
     joined,
     with_turn,
 )
-from stable_opd_mcore.rollout.sessions import COUNTS as AGENT_COUNTS
 from stable_opd_mcore.rollout.sessions import Asked as AskedAgent
 from stable_opd_mcore.rollout.sessions import Student
 

@@ -13,7 +13,7 @@ import secrets
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -38,19 +38,8 @@ from stable_opd_mcore.host.worker_processes import set_future
 from stable_opd_mcore.rollout.environment_process import EnvironmentFailure
 from stable_opd_mcore.rollout.environment_worker import Answer
 from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
-from stable_opd_mcore.rollout.histories import KINDS, LOSSES, Histories
+from stable_opd_mcore.rollout.histories import Histories
 
-# Metrics environment/...
-COUNTS = (
-    *KINDS,
-    *LOSSES,
-    "retries",  # requests that got a turn which was sampled for an earlier one
-    "refused_requests",
-    "unparsed_calls",  # turns with a damaged tool call, which is part of their text
-    "forced_calls",  # requests that demand a tool call; the student may answer otherwise
-    "stop_cut_tokens",  # sampled after a text at which a request wanted the turn to stop
-    "unread_turns",  # whose client had gone, and did not ask again
-)
 _MAX_OVER = 10_000  # ended episodes whose URLs are remembered
 
 
@@ -80,20 +69,6 @@ class Pool(Protocol):
     def note_ignored(self, names: Sequence[str]) -> None:
         """Log settings of requests that have no effect, each once."""
         ...
-
-
-def lost_share(counts: Mapping[str, float]) -> float:
-    """The share of rewritten requests, of those that have turns of the student."""
-    lost = counts.get("rewritten", 0)
-    of = lost + counts.get("continued", 0) + counts.get("forked", 0)
-    return lost / of if of else 0.0
-
-
-def account_text(counts: Mapping[str, float]) -> str:
-    """What became of an agent's requests, for people."""
-    kinds = ", ".join(f"{counts.get(name, 0):g} {name}" for name in KINDS)
-    more = [f"{name} {counts[name]:g}" for name in COUNTS if name not in KINDS and counts.get(name)]
-    return f"requests: {kinds}" + (f" ({', '.join(more)})" if more else "")
 
 
 class Doorway:
@@ -215,6 +190,11 @@ class Session:
     def row(self) -> dict[str, Any]:
         return dict(self.asked.episode.prompt.columns or {})
 
+    @property
+    def _calls(self) -> list[_Call]:
+        """Those without a reply: the one whose turn is sampled first, and then as they came."""
+        return [*([self._open] if self._open else []), *self._queue]
+
     def observe(self, asked: Asked, seen: Future[WhatFollows]) -> None:
         """Give the reply that the last turn is, and find what follows it."""
         self.asked, self._seen = asked, seen
@@ -234,7 +214,7 @@ class Session:
         if self.is_over:
             set_future(reply, episode_over())
             return
-        for call in ([self._open] if self._open else []) + [*self._queue]:
+        for call in self._calls:
             if call.request.body_key == key and (request.is_retry or not call.is_awaited):
                 call.replies.append(reply)
                 self.counts["retries"] += 1
@@ -253,8 +233,7 @@ class Session:
 
     def hung_up(self, request: ChatRequest) -> None:
         """A client has gone before its reply was sent."""
-        calls = [*self._queue, *([self._open] if self._open else [])]
-        waits = any(call.request.body_key == request.body_key for call in calls)
+        waits = any(call.request.body_key == request.body_key for call in self._calls)
         if not waits and request.body_key in self._given:
             self._unread[request.body_key] = self._given[request.body_key]
         self._set_clock()
@@ -411,8 +390,7 @@ class Session:
         return self._histories.first_rewritten
 
     def _set_clock(self, anew: bool = False) -> None:
-        calls = [*self._queue, *([self._open] if self._open else [])]
-        self.clock.set(runs=not any(call.is_awaited for call in calls), anew=anew)
+        self.clock.set(runs=not any(call.is_awaited for call in self._calls), anew=anew)
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:

@@ -14,7 +14,8 @@ import pytest
 
 from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat_api import ChatReply, ToolCall, context_full, episode_over
-from stable_opd_mcore.rollout.histories import KINDS, Histories
+from stable_opd_mcore.rollout.agent_account import KINDS
+from stable_opd_mcore.rollout.histories import Histories
 from tests.data.real_tokenizers import QWEN3, real_tokenizer
 from tests.serving.agent_packages import ROOT, needs_packages, run_python
 from tests.serving.agent_url import agent_url

@@ -19,7 +19,7 @@ from stable_opd_mcore.inputs.pair import ModelFiles
 from stable_opd_mcore.inputs.restarts import restart_problem
 from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.records import Sample
-from stable_opd_mcore.rollout.sessions import lost_share
+from stable_opd_mcore.rollout.agent_account import lost_share
 
 _SHOWN_CHARACTERS = 400  # of one piece
 _TOOL_MESSAGE = re.compile(rb"""["']role["']\s*:\s*["']tool["']""")
