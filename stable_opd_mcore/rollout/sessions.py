@@ -315,6 +315,7 @@ class Session:
             self.end(End(Ending.REFUSED, 0.0))
             return None
         self._open = call
+        self.counts["forced_calls"] += call.request.forces_call
         return replace(observed, tools=call.request.tools, max_new_tokens=call.request.max_tokens)
 
     def _observed(self, request: ChatRequest) -> Observed:

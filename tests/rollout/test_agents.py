@@ -192,7 +192,8 @@ def counts(interaction: Interaction) -> dict[str, float]:
 
 
 def test_a_request_is_a_turn_and_its_limits_cut_it(interact, tokenizer, tmp_path):
-    requests = [{}, {"max_tokens": 3}, {"stop": ["STOP", "never"]}, {"n": 2}, {"stream": False}]
+    requests = [{}, {"max_tokens": 3}, {"stop": ["STOP", "never"]}, {"n": 2}]
+    requests.append({"stream": False, "tool_choice": "required"})
     row = {"file": str(tmp_path / "got"), "requests": requests}
     interaction = interact("talk")
     texts = ["Two.", "One and one are two.", "Two! STOP and more", "Again."]
@@ -221,6 +222,7 @@ def test_a_request_is_a_turn_and_its_limits_cut_it(interact, tokenizer, tmp_path
         assert usage["prompt_tokens"] == len(turns[0].before)
     assert counts(interaction) == {
         "begun": 4,
+        "forced_calls": 1,
         "stop_cut_tokens": len(kept) + 1 - turns[2].num_tokens,
     }
 
