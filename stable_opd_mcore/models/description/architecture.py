@@ -16,6 +16,7 @@ from stable_opd_mcore.models.description.config_fields import (
     is_mxfp4,
     read_fields,
 )
+from stable_opd_mcore.models.description.expert_settings import Experts, read_experts
 from stable_opd_mcore.models.description.families import FAMILIES, Family
 from stable_opd_mcore.models.description.layer_types import (
     FULL,
@@ -25,74 +26,21 @@ from stable_opd_mcore.models.description.layer_types import (
     read_dense_layers,
     read_layer_types,
 )
+from stable_opd_mcore.models.description.mixer_settings import (
+    DeltaNet,
+    Latent,
+    read_delta_net,
+    read_latent,
+)
 from stable_opd_mcore.models.description.rotary_settings import (
     Rotary,
     RotaryScaling,
-    of_layers,
-    read_latent_rotary,
-    read_rotary,
+    read_rotaries,
 )
 from stable_opd_mcore.models.description.unread_settings import read_keys
 
 # Two names of one setting. transformers reads one of them, or the one that comes last in the file.
 _SYNONYMS = (("num_experts", "num_local_experts"), ("num_experts_per_tok", "experts_per_token"))
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The MLPs of a layer, of which a router chooses some for each token."""
-
-    number: int
-    per_token: int
-    normalised: bool  # the probabilities of a token's chosen experts are divided by their sum
-    shared_width: int | None  # width of the expert that every token passes; None: no such expert
-    scale: float = 1.0  # what the probabilities are multiplied by
-    num_groups: int = 1  # of equally many experts; a token's experts are of its best groups
-    groups_per_token: int = 1
-
-
-@dataclass(frozen=True)
-class Latent:
-    """The sizes of a multi-head latent attention."""
-
-    query_rank: int | None  # width of the latent of queries; None: they are made of the token
-    rank: int  # width of the latent of keys and values
-    plain_dim: int  # elements of a query or key that are not rotated
-    rotated_dim: int  # elements that are, which all heads' keys share
-    value_dim: int
-    score_factor: float  # what YaRN multiplies scores by
-    rotated_factor: float  # what it multiplies the share of the rotated elements by
-
-
-@dataclass(frozen=True)
-class DeltaNet:
-    """The sizes of a gated delta net. A key head serves equally many value heads."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int  # size of one key head
-    value_dim: int  # size of one value head
-    conv_width: int  # tokens that the convolution reads
-
-    @property
-    def values_per_key(self) -> int:
-        """Value heads of one key head."""
-        return self.num_value_heads // self.num_key_heads
-
-    @property
-    def keys(self) -> int:
-        """Width of all key heads."""
-        return self.num_key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Width of all value heads."""
-        return self.num_value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Width of queries, keys and values, over which the convolution runs."""
-        return 2 * self.keys + self.values
 
 
 @dataclass(frozen=True)
@@ -262,13 +210,13 @@ def read_architecture(
     _refuse_unsupported(fields, family)
     latent = None
     if family.latent_attention:
-        latent, rotary = _latent(fields)
+        latent, rotary = read_latent(fields)
         heads = groups = fields.count("num_attention_heads")
         head_dim, local_rotary = latent.plain_dim + latent.rotated_dim, None
         _refuse_groups(fields, heads)
     else:
         heads, groups, head_dim = _heads(fields)
-        rotary, local_rotary = _rotaries(fields, family, head_dim)
+        rotary, local_rotary = read_rotaries(fields, family, head_dim)
     _refuse_disagreements(fields, family, settings, rotary.scaling)
     types, max_positions = read_layer_types(fields, family), fields.count("max_position_embeddings")
     delta_layers, sliding_layers = layers_of_type(LINEAR, types), layers_of_type(SLIDING, types)
@@ -293,7 +241,7 @@ def read_architecture(
         ffn_hidden_size=width,
         num_dense_layers=num_dense,
         mlp_width=fields.count("intermediate_size") if num_dense else width,
-        experts=_experts(fields, family) if family.expert_width else None,
+        experts=read_experts(fields, family) if family.expert_width else None,
         vocab_size=fields.count("vocab_size"),
         max_positions=max_positions,
         rms_norm_eps=eps,
@@ -307,7 +255,7 @@ def read_architecture(
         initializer_range=fields.number("initializer_range", 0.02),
         latent=latent,
         attention_bias=family.attention_bias and fields.flag("attention_bias"),
-        delta_net=_delta_net(fields) if delta_layers else None,
+        delta_net=read_delta_net(fields) if delta_layers else None,
         delta_layers=delta_layers,
         sliding_window=fields.count("sliding_window") if sliding_layers else None,
         sliding_layers=sliding_layers,
@@ -368,22 +316,6 @@ def _refuse_disagreements(
             )
 
 
-def _delta_net(fields: Fields) -> DeltaNet:
-    net = DeltaNet(
-        num_key_heads=fields.count("linear_num_key_heads"),
-        num_value_heads=fields.count("linear_num_value_heads"),
-        key_dim=fields.count("linear_key_head_dim"),
-        value_dim=fields.count("linear_value_head_dim"),
-        conv_width=fields.count("linear_conv_kernel_dim"),
-    )
-    if net.num_value_heads % net.num_key_heads:
-        raise UserError(
-            f"{fields.origin}: linear_num_value_heads={net.num_value_heads} is not a multiple of "
-            f"linear_num_key_heads={net.num_key_heads}; correct config.json"
-        )
-    return net
-
-
 def _heads(fields: Fields) -> tuple[int, int, int]:
     """Attention heads, heads of keys and values, and the size of one."""
     origin = fields.origin
@@ -404,28 +336,6 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
     return heads, groups, head_dim or hidden // heads
 
 
-def _latent(fields: Fields) -> tuple[Latent, Rotary]:
-    """The sizes of a latent attention, and the rotary positions of its rotated elements."""
-    size = fields.count("qk_rope_head_dim")
-    if fields.get("head_dim", size) not in (None, size):
-        raise UserError(
-            f"{fields.origin}: head_dim={fields.get('head_dim')!r:.60} and qk_rope_head_dim={size} "
-            "differ, which transformers reads as one; remove head_dim"
-        )
-    rotary, score_factor = read_latent_rotary(fields, size)
-    has_none = "q_lora_rank" in fields.values and fields.get("q_lora_rank") is None
-    latent = Latent(
-        query_rank=None if has_none else fields.count("q_lora_rank"),
-        rank=fields.count("kv_lora_rank"),
-        plain_dim=fields.count("qk_nope_head_dim"),
-        rotated_dim=size,
-        value_dim=fields.count("v_head_dim"),
-        score_factor=score_factor,
-        rotated_factor=rotary.score_factor,
-    )
-    return latent, rotary
-
-
 def _refuse_groups(fields: Fields, heads: int) -> None:
     if fields.get("num_key_value_heads", heads) not in (None, heads):
         raise UserError(
@@ -433,77 +343,6 @@ def _refuse_groups(fields: Fields, heads: int) -> None:
             f"not supported for {fields.values['model_type']}; expected num_attention_heads="
             f"{heads}, since every head has keys and values of its own: correct config.json"
         )
-
-
-def _rotaries(fields: Fields, family: Family, head_dim: int) -> tuple[Rotary, Rotary | None]:
-    """The rotary positions, and those of layers with a sliding window where these differ."""
-    share = family.rotary_share
-    if not family.typed_rotary:
-        return read_rotary(fields, head_dim, share, must_say=family.stretched), None
-    local = read_rotary(of_layers(fields, SLIDING), head_dim, share)
-    if local.scaling is not None:
-        raise UserError(
-            f"{fields.origin}: rope_type {local.scaling.kind!r} of {SLIDING} is not supported for "
-            f"{fields.values['model_type']}, where servers read 'default'; take another model"
-        )
-    full = read_rotary(of_layers(fields, FULL), head_dim, share)
-    if full.score_factor != 1.0:
-        raise UserError(
-            f"{fields.origin}: rope_type 'yarn' of {FULL} is not supported for "
-            f"{fields.values['model_type']}: it multiplies the scores of these layers alone; take "
-            "another model, or remove the scaling (the window is then the original one)"
-        )
-    return full, local
-
-
-def _experts(fields: Fields, family: Family) -> Experts:
-    # transformers 5 writes num_local_experts; published files have num_experts.
-    key = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
-    if family.shared_name == "shared_experts":  # DeepSeek's names
-        key = "n_routed_experts"
-    number = fields.count(key)
-    per_token = fields.count("num_experts_per_tok")
-    if per_token > number:
-        raise UserError(
-            f"{fields.origin}: num_experts_per_tok={per_token} exceeds {key}={number}; "
-            "correct config.json"
-        )
-    normalised = fields.flag("norm_topk_prob")
-    if per_token == 1 and normalised:
-        always = family.supported.get("norm_topk_prob") is True
-        why = f"which every {fields.values['model_type']} does" if always else "norm_topk_prob=true"
-        raise UserError(
-            f"{fields.origin}: num_experts_per_tok=1 is not supported where the weights of a "
-            f"token's experts are divided by their sum ({why}): the weight of the only one is 1 "
-            "whatever the router says, which is then not trained; take another model"
-        )
-    if family.shared_name == "shared_experts":
-        shared = fields.count("n_shared_experts") * fields.count("moe_intermediate_size")
-        scale = fields.number("routed_scaling_factor", 1.0)
-        groups = _groups(fields, number, per_token) if family.scored_router else (1, 1)
-        return Experts(number, per_token, normalised, shared, scale, *groups)
-    return Experts(
-        number,
-        per_token,
-        normalised=normalised,
-        shared_width=(
-            fields.count("shared_expert_intermediate_size") if family.shared_expert else None
-        ),
-    )
-
-
-def _groups(fields: Fields, number: int, per_token: int) -> tuple[int, int]:
-    """Groups of experts, and how many of them a token's experts are of."""
-    groups, best = fields.count("n_group"), fields.count("topk_group")
-    fits = number % groups == 0 and best <= groups and per_token <= best * (number // groups)
-    if groups > 1 and not (fits and number // groups > 1):
-        raise UserError(
-            f"{fields.origin}: n_group={groups} and topk_group={best} do not suit "
-            f"n_routed_experts={number} and num_experts_per_tok={per_token}: expected groups of "
-            "equally many experts, two at least, and in topk_group of them as many as a token "
-            "has; correct config.json"
-        )
-    return groups, best
 
 
 def _completed(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.description.config_fields import Fields
+from stable_opd_mcore.models.description.families import Family
 from stable_opd_mcore.models.description.layer_types import FULL, SLIDING
 
 if TYPE_CHECKING:
@@ -196,6 +197,27 @@ def read_latent_rotary(fields: Fields, size: int) -> tuple[Rotary, float]:
 
 def _mscale(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(max(factor, 1.0)) + 1.0
+
+
+def read_rotaries(fields: Fields, family: Family, head_dim: int) -> tuple[Rotary, Rotary | None]:
+    """The rotary positions, and those of layers with a sliding window where these differ."""
+    share = family.rotary_share
+    if not family.typed_rotary:
+        return read_rotary(fields, head_dim, share, must_say=family.stretched), None
+    local = read_rotary(of_layers(fields, SLIDING), head_dim, share)
+    if local.scaling is not None:
+        raise UserError(
+            f"{fields.origin}: rope_type {local.scaling.kind!r} of {SLIDING} is not supported for "
+            f"{fields.values['model_type']}, where servers read 'default'; take another model"
+        )
+    full = read_rotary(of_layers(fields, FULL), head_dim, share)
+    if full.score_factor != 1.0:
+        raise UserError(
+            f"{fields.origin}: rope_type 'yarn' of {FULL} is not supported for "
+            f"{fields.values['model_type']}: it multiplies the scores of these layers alone; take "
+            "another model, or remove the scaling (the window is then the original one)"
+        )
+    return full, local
 
 
 def of_layers(fields: Fields, kind: str) -> Fields:

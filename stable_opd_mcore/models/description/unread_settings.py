@@ -8,7 +8,7 @@ from stable_opd_mcore.models.description.families import FAMILIES, Family
 from stable_opd_mcore.models.description.layer_types import FULL, SLIDING
 from stable_opd_mcore.models.description.rotary_settings import of_layers, unread_rotary_settings
 
-# Keys that models/description/architecture.py reads, in addition to those of each family.
+# Keys that the files of this folder read, in addition to those of each family.
 _READ = {
     "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "num_experts", "num_local_experts",

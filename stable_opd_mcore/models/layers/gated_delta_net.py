@@ -35,7 +35,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from stable_opd_mcore.models.description.architecture import DeltaNet
+from stable_opd_mcore.models.description.mixer_settings import DeltaNet
 from stable_opd_mcore.models.layers.attention import (
     Buckets,
     PackedSequences,

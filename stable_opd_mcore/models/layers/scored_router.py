@@ -17,7 +17,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from stable_opd_mcore.models.description.architecture import Experts
+from stable_opd_mcore.models.description.expert_settings import Experts
 
 
 class ScoredRouter(TopKRouter):
