@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from stable_opd_mcore.config.horizon import horizon_at, require_growth
+from stable_opd_mcore.config.rollouts import RolloutConfig
 from stable_opd_mcore.config.section import Section
 from stable_opd_mcore.host.user_code import UserFunction, read_user_function
 
@@ -46,8 +47,9 @@ class EnvironmentConfig(Section):
     machines, which then use this machine's name. The URL of an episode has a secret of 128 bits,
     but no encryption."""
     max_lost_share: float | None = Field(default=None, ge=0, le=1)
-    """Of the agent's requests in a step that give turns of the student back, the most that may have
-    them in another form than it said them: more end the run. `null`: they are only counted."""
+    """Largest share of rewritten requests among a step's requests with turns of the student: those
+    whose turns have another form than the student's. A larger share ends the run. `null`: no
+    limit."""
     max_observation_tokens: PositiveInt | None = 2048
     """Longest observation; the middle of a longer one is left out. `null`: whatever fits in the
     window."""
@@ -85,6 +87,22 @@ class EnvironmentConfig(Section):
     def is_agent(self) -> bool:
         """Whether the function calls the student, and is no generator."""
         return self.function is not None and self.read().takes_optional
+
+    def agent_refusal(self, rollout: RolloutConfig) -> str | None:
+        """Why this agent cannot play with these settings; None: it can."""
+        if rollout.engine == "embedded" and rollout.partial:
+            return (
+                f"rollout.partial=true with rollout.engine=embedded and the agent "
+                f"{self.function}: this engine would wait for agents that wait for it; set "
+                "rollout.partial=false, or rollout.engine=sglang"
+            )
+        if rollout.prefix.by is not None:
+            return (
+                f"rollout.prefix.by={rollout.prefix.by} with the agent {self.function}: an "
+                "agent's first turn answers its own request; drop rollout.prefix, or write the "
+                "function as a generator, without base_url"
+            )
+        return None
 
     def require_one_context(self, key: str) -> None:
         """Raise a ValueError if episodes may have several contexts, with which `key` is wrong."""

@@ -1,7 +1,7 @@
 """Settings of the turns that somebody else plays before the student's first one. Loads without
 torch."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -52,3 +52,24 @@ class PrefixConfig(Section):
             kept, whole = max(0, self.decay_steps - step), self.decay_steps
         last = -(-last * kept // whole)
         return min(self.first * kept // whole, last), last
+
+
+def prefix_refusal(config: Any) -> str | None:
+    """Why nobody could play the turns that rollouts are to begin with; None: somebody can.
+
+    Args:
+        config: schema.Config, which calls this.
+    """
+    by, asked = config.rollout.prefix.by, any(each.asks_teacher for each in config.objectives)
+    is_served = config.teacher is not None and config.teacher.is_served and asked
+    if by == "teacher" and not (is_served and config.has_environment):
+        return (
+            "rollout.prefix.by=teacher needs an environment and a served teacher that an "
+            "objective asks: set environment.function and teacher.engine=sglang, or by=golden"
+        )
+    if by == "golden" and all(each.columns.golden != "all" for each in config.data.sources):
+        return (
+            "rollout.prefix.by=golden, but no source has columns.golden=all, so no row has "
+            "several golden turns: set it where conversations do, or drop rollout.prefix"
+        )
+    return None

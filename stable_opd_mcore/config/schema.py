@@ -24,6 +24,7 @@ from stable_opd_mcore.config.models import (
     TokenizerConfig,
 )
 from stable_opd_mcore.config.objective_settings import KLConfig, MixtureConfig, ObjectiveConfig
+from stable_opd_mcore.config.prefix_settings import prefix_refusal
 from stable_opd_mcore.config.rollouts import RolloutConfig, SamplingConfig
 from stable_opd_mcore.config.section import Section
 from stable_opd_mcore.config.source_objectives import objectives_refusal, with_whole_objectives
@@ -271,7 +272,8 @@ class Config(Section):
         if reason := objectives_refusal(self):
             raise ValueError(reason)
         self._require_sources_fit()
-        self._require_prefix_fits()
+        if reason := prefix_refusal(self):
+            raise ValueError(reason)
         self._require_environments_fit()
         self._require_guard_fits()
         for key, weight, section in (
@@ -303,34 +305,6 @@ class Config(Section):
                     f"teacher.routes; name one of these: {', '.join(routes) or 'none'}"
                 )
 
-    def _require_prefix_fits(self) -> None:
-        by, asked = self.rollout.prefix.by, any(each.asks_teacher for each in self.objectives)
-        is_served = self.teacher is not None and self.teacher.is_served and asked
-        if by == "teacher" and not (is_served and self.has_environment):
-            raise ValueError(
-                "rollout.prefix.by=teacher needs an environment and a served teacher that an "
-                "objective asks: set environment.function and teacher.engine=sglang, or by=golden"
-            )
-        if by == "golden" and all(each.columns.golden != "all" for each in self.data.sources):
-            raise ValueError(
-                "rollout.prefix.by=golden, but no source has columns.golden=all, so no row has "
-                "several golden turns: set it where conversations do, or drop rollout.prefix"
-            )
-
-    def _require_agent_fits(self, agent: EnvironmentConfig) -> None:
-        if self.rollout.engine == "embedded" and self.rollout.partial:
-            raise ValueError(
-                f"rollout.partial=true with rollout.engine=embedded and the agent "
-                f"{agent.function}: this engine would wait for agents that wait for it; set "
-                "rollout.partial=false, or rollout.engine=sglang"
-            )
-        if self.rollout.prefix.by is not None:
-            raise ValueError(
-                f"rollout.prefix.by={self.rollout.prefix.by} with the agent {agent.function}: an "
-                "agent's first turn answers its own request; drop rollout.prefix, or write the "
-                "function as a generator, without base_url"
-            )
-
     def _require_environments_fit(self) -> None:
         minutes = self.fault.watchdog_minutes or LARGEST_WATCHDOG_MINUTES
         for source in self.data.sources:
@@ -345,8 +319,8 @@ class Config(Section):
                     "turns, and the trainer replays the experts that the newest ones chose; set "
                     "routing_replay to false or max_staleness to 0"
                 )
-            if environment.is_agent:
-                self._require_agent_fits(environment)
+            if environment.is_agent and (reason := environment.agent_refusal(self.rollout)):
+                raise ValueError(reason)
             if self.objective_of(source).discount:
                 environment.require_one_context("objective.discount")
             if self.teacher and self.teacher.prompt:
