@@ -30,7 +30,7 @@ def successful_sibling(
 
 
 def golden_solution(row: dict[str, Any], rollout: Any, others: list[Any]) -> list[Message] | None:
-    """The row's solution where the attempt is wrong; None where it is right."""
+    """Show the teacher the row's solution if the attempt is wrong; return None if it is right."""
     if rollout.reward == 1:
         return None
     return with_note(rollout, f"A correct solution is:\n{row['solution']}")

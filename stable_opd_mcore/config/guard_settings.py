@@ -7,8 +7,9 @@ from pydantic import Field, field_validator
 from stable_opd_mcore.config.section import Section
 
 HEALTHY_AFTER = 10  # steps without a symptom after a checkpoint, until the guard may return to it
-MAX_ROLLBACKS = 2  # each to another of as many healthy checkpoints
-MOST_KEPT = MAX_ROLLBACKS + 1  # checkpoints kept for them; one of these may become healthy
+MAX_ROLLBACKS = 2  # each returns to another healthy checkpoint
+# Checkpoints that the guard keeps: those to return to, and a newer one that may become healthy
+MOST_KEPT = MAX_ROLLBACKS + 1
 MOST_STEPS_BETWEEN_SAVES = 20  # with more, an early collapse may find no checkpoint to return to
 
 

@@ -40,7 +40,7 @@ from stable_opd_mcore.rollout.episodes import WhatFollows
 from stable_opd_mcore.rollout.sessions import DOORWAY, Asked, Session, Student
 from stable_opd_mcore.serving.http_process import HTTP
 
-_MAX_FAILURES = 2  # of one episode; the last one ends it
+_MAX_FAILURES = 2  # after which an episode counts as failed; before, it begins anew
 _ANYWHERE = ("0.0.0.0", "::")
 _LOG = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class AgentPool:
             self._close(key)
 
     def remove(self, session: Session) -> None:
-        """Forget a session, which is over, and count what its harness lost."""
+        """Forget a session that is over, and count what its harness lost."""
         if self._sessions.get(session.asked.key) is not session:
             return
         del self._sessions[session.asked.key]
@@ -217,7 +217,7 @@ class AgentPool:
             _LOG.warning(text, ", ".join(new))
 
     def stop(self, session: Session) -> None:
-        """Kill what runs for a session, which is over."""
+        """Kill the processes of a session that is over."""
         with self._starting:
             process = self._running.get(session.number)
         if process is not None:

@@ -51,11 +51,11 @@ class Pool(Protocol):
         ...
 
     def remove(self, session: Session) -> None:
-        """Forget a session, which is over."""
+        """Forget a session that is over."""
         ...
 
     def stop(self, session: Session) -> None:
-        """Kill what runs for a session, which is over."""
+        """Kill the processes of a session that is over."""
         ...
 
     def begins_anew(self, session: Session, reason: str) -> bool:

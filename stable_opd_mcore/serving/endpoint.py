@@ -31,11 +31,12 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-MAX_BODY_BYTES = 32 * 2**20  # a million tokens of text have 4 MiB
-_DISCARDED = 16  # times as many bytes are read of a larger body before the connection is closed
+MAX_BODY_BYTES = 32 * 2**20  # a text of a million tokens has about 4 MiB
+# Of a larger body, this many times MAX_BODY_BYTES are read before the connection is closed.
+_DISCARDED = 16
 KEEP_ALIVE_SECONDS = 10.0  # a first space breaks strict parsers, so there is none in most replies
-_IDLE_SECONDS = 600  # a connection that the server closes fails the client's next request
-_BACKLOG = 4096  # connections that are not accepted yet; a burst of an agent's
+_IDLE_SECONDS = 600  # until the server closes a connection, where the next request would fail
+_BACKLOG = 4096  # connections that wait to be accepted, when an agent sends many requests at once
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (b"content-type", b"text/event-stream")
 _log = logging.getLogger(__name__)

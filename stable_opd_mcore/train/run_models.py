@@ -147,7 +147,8 @@ class RunModels:
         return ScorerOfObjectives([*map(found, self.objective.each)])
 
     def _served(self, asking: Sequence[Objective]) -> ServedScorer:
-        """What servers are asked, for all objectives: one that needs no list leaves it."""
+        """The scorer that asks servers once for all objectives. If one needs the likeliest tokens,
+        servers send them for all, and the others do not read them."""
         for one in asking:
             if one.teacher_needs == "hidden":
                 raise UserError(

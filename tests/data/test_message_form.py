@@ -217,7 +217,8 @@ def test_a_call_of_gpt_oss_ends_with_its_own_token_and_stands_by_itself(tmp_path
 
 
 def test_the_older_form_of_calls_is_read_as_the_newer_one(tmp_path):
-    """OpenAI's `function_call` and the role `function`; text or object, also as a prompt."""
+    """The older form is OpenAI's `function_call` with the role `function`. Arguments may be a
+    text or an object, and the messages may be a prompt."""
     function = {"name": "add", "arguments": '{"a": 1}'}
     asks, replies = {"role": "assistant"}, {"name": "add", "content": "2"}
     newer = [{**asks, "tool_calls": [{"function": function}]}, {**replies, "role": "tool"}]

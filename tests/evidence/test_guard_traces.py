@@ -77,7 +77,7 @@ def test_own_runs_are_replayed_by_directory(tmp_path, monkeypatch, capsys):
 
 
 def test_damage_in_the_demo_is_found_while_most_responses_end():
-    """Three arms of its seed 0: plain OPD, only golden solutions, Stable-OPD."""
+    """The stored runs are those of seed 0: plain OPD, OPD with golden solutions, and Stable-OPD."""
     runs = guard_traces.read_traces(Path(__file__).with_name("demo_seed0.csv"))
     act = GuardConfig(policy="act")
     found = {key[1]: guard_traces.replay(key, rows, act) for key, rows in runs.items()}

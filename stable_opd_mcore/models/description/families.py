@@ -246,7 +246,7 @@ FAMILIES: dict[str, Family] = {
         **_HYBRID | {"spellings": _HYBRID["spellings"] | _NO_LAYERS},
         **_SHARED_EXPERT,
     ),
-    # Gemma 3: with images, and of text alone
+    # Gemma 3 with a vision tower; the text models are of the type below
     "gemma3": Family(
         "Gemma3ForCausalLM",
         text_type="gemma3_text",

@@ -180,7 +180,7 @@ class PackedSequences(PackedSeqParams):
 class StackedRotarySelfAttention(SelfAttention):
     """Megatron's self-attention with the rotary positions of its kind of layer among several."""
 
-    rotary: int = 0  # which of them
+    rotary: int = 0  # the place of its own in Architecture.rotaries()
 
     def forward(self, *inputs: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:  # pyright: ignore
         return super().forward(*inputs, rotary_pos_emb=rotary_pos_emb[self.rotary], **options)
@@ -189,7 +189,7 @@ class StackedRotarySelfAttention(SelfAttention):
 class TorchSelfAttention(SelfAttention):
     """Megatron's self-attention, computed by torch's scaled_dot_product_attention."""
 
-    rotary: int = 0  # which of a model's rotary positions it has
+    rotary: int = 0  # the place of its rotary positions in Architecture.rotaries()
 
     def forward(
         self,

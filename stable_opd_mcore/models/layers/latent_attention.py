@@ -51,7 +51,7 @@ class LatentSubmodules:
 class LatentAttention(MegatronModule):
     """Replaces Megatron's self-attention: [T, 1, H], or its sequence-parallel slice, in and out."""
 
-    rotary: int = 0  # which of a model's rotary positions it has
+    rotary: int = 0  # the place of its rotary positions in Architecture.rotaries()
 
     def __init__(
         self,
