@@ -1,5 +1,5 @@
 # One command each; every target makes its own .venv and needs only Python 3.11 to 3.14 with venv.
-#   make demo    watch plain on-policy distillation collapse and Stable-OPD hold (3 to 9 minutes on 2 cores, fast or slow)
+#   make demo    watch plain on-policy distillation collapse and Stable-OPD hold (3 to 10 minutes on 2 cores, after the install)
 #   make test    the tests, 6 to 26 minutes on 2 cores, idle or busy
 #   make test-cluster   test-slurm and test-sglang, one after the other; with --jobs 2 at the same time, 13 to 20 minutes
 #   make test-slurm     on a real Slurm, with NeMo-Run: apt-get install slurm-wlm munge iproute2
