@@ -56,6 +56,18 @@ TEMPLATES: Mapping[str, Mapping[str, Any]] = {
             **_NAMED,
         }
     },
+    "glm": {
+        _CALLS: {
+            "open_pattern": r"<tool_call>(?P<name>[^\s<{]+)",
+            "close": "</tool_call>",
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*"
+                r"<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>"
+            },
+            **_NAMED,
+        }
+    },
     "llama": {
         _CALLS: {
             "open_pattern": r'^\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"name")',
@@ -100,6 +112,7 @@ TEMPLATES: Mapping[str, Mapping[str, Any]] = {
 }
 _PROBE = ToolCall("abcdefghi", "probe", {"first": "one two", "second": "three"})
 _ARGUMENTS = {"arguments", "parameters"}
+_LISTED = {"name", "arguments", "id"}
 
 
 @dataclass(frozen=True)
@@ -212,7 +225,9 @@ def _refuse_open(field: ResponseTemplateField, events: Sequence[Mapping[str, Any
 def _refuse_unread(field: ResponseTemplateField, body: str) -> None:
     """Raise a ValueError for a call with text that its arguments do not have."""
     if field.content == "json" and not field.content_args:
-        json.loads(body, object_pairs_hook=_distinct)
+        found = json.loads(body, object_pairs_hook=_distinct)
+        if isinstance(found, list) and any(each.keys() - _LISTED for each in found):
+            raise ValueError("a call in a list has more than its name, its arguments and an id")
     if (pattern := field.content_args.get("tag_pattern")) is not None:
         _distinct([(tag["key"], None) for tag in re.finditer(pattern, body, flags=re.DOTALL)])
         if re.sub(pattern, "", body, flags=re.DOTALL).strip():

@@ -1,4 +1,4 @@
-"""The text between two turns: of five published templates, around foreign text, and refused."""
+"""The text between two turns: of nine published templates, around foreign text, and refused."""
 
 import random
 import unicodedata
@@ -10,11 +10,27 @@ from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import DataError
 from tests.commands.check.directories import TEMPLATE, write_model
-from tests.data.real_tokenizers import MATH, QWEN3, QWEN25, R1, THINKING, real_tokenizer
+from tests.data.real_tokenizers import (
+    GEMMA_MARKS,
+    GEMMA_TEMPLATE,
+    GLM45,
+    GLM47,
+    MATH,
+    MOONLIGHT,
+    QWEN3,
+    QWEN25,
+    R1,
+    THINKING,
+    real_tokenizer,
+)
 
 QWEN_USER = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 QWEN_TOOL = QWEN_USER.format("<tool_response>\n{}\n</tool_response>")
 R1_USER = "<\uff5cend\u2581of\u2581sentence\uff5c><\uff5cUser\uff5c>{}<\uff5cAssistant\uff5c>"
+GLM45_TOOL = "\n<tool_response>\n{}\n</tool_response>"
+MOONLIGHT_NEW = (
+    "<|im_end|><|im_{}|>{}<|im_middle|>{}<|im_end|><|im_assistant|>assistant<|im_middle|>"
+)
 NO_THOUGHT = {"enable_thinking": False}
 WRITTEN = [  # the template, its arguments, a role, and what stands between two turns
     *((name, {}, "user", QWEN_USER) for name in (MATH, QWEN25, QWEN3)),
@@ -24,6 +40,14 @@ WRITTEN = [  # the template, its arguments, a role, and what stands between two 
     (THINKING, {}, "user", QWEN_USER + "<think>\n"),
     (THINKING, {}, "tool", QWEN_TOOL + "<think>\n"),
     (R1, {}, "user", R1_USER),
+    (GLM45, {}, "user", "<|user|>\n{}<|assistant|>"),
+    (GLM45, {}, "tool", f"<|observation|>{GLM45_TOOL}<|assistant|>"),
+    (GLM45, NO_THOUGHT, "user", "<|user|>\n{}/nothink<|assistant|>\n<think></think>"),
+    (GLM47, {}, "user", "<|user|>{}<|assistant|><think>"),
+    (GLM47, {}, "tool", "<|observation|><tool_response>{}</tool_response><|assistant|><think>"),
+    (GLM47, NO_THOUGHT, "user", "<|user|>{}<|assistant|></think>"),
+    (MOONLIGHT, {}, "user", MOONLIGHT_NEW.format("user", "user", "{}")),
+    (MOONLIGHT, {}, "tool", MOONLIGHT_NEW.format("system", "tool", "{}")),
 ]
 KINDS = pytest.mark.parametrize(("name", "kwargs", "role", "written"), WRITTEN)
 SYSTEM, ASK = {"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}
@@ -38,6 +62,12 @@ def control_tokens(tokenizer):
     return {token: name for token, name in names.items() if tokenizer.control_token_in(name)}
 
 
+def end_of(tokenizer, written):
+    """The token with which the student ends a turn; in GLM's templates the next message begins with
+    it."""
+    return tokenizer.turn_end_id or tokenizer.encode(written)[0]
+
+
 def control_ids(tokenizer, token_ids):
     return [token for token in token_ids if token in control_tokens(tokenizer)]
 
@@ -48,13 +78,13 @@ def test_a_bridge_is_what_the_template_writes_less_what_was_sampled(name, kwargs
     bridge, new = Bridge(tokenizer), {"role": role, "content": " It is 3.\n"}
     whole = tuple(tokenizer.encode(written.format(" It is 3.\n")))
     other_stop, cut = 151647 if name == R1 else 151643, tokenizer.encode("so")[0]
-    sampled_end = bridge.append([new], tokenizer.turn_end_id)
+    sampled_end = bridge.append([new], end_of(tokenizer, written))
     assert sampled_end.token_ids == whole[1:]
     for last in (other_stop, cut):
         observed = bridge.append([new], last)
         assert observed.token_ids == whole
         assert not observed.restarts
-    two = bridge.append([new, new], tokenizer.turn_end_id)
+    two = bridge.append([new, new], end_of(tokenizer, written))
     assert two.text.count(" It is 3.\n") == 2
     assert bridge.refusal(role) is None
 
@@ -69,13 +99,13 @@ def test_only_the_assistants_text_differs_from_the_templates_own_history(
         history = [*system, ASK]
         context = tokenizer.encode(tokenizer.render_turns(history))
         for number, turn in enumerate(THOUGHTS):
-            said = [*tokenizer.encode(turn["content"]), tokenizer.turn_end_id]
+            said = [*tokenizer.encode(turn["content"]), end_of(tokenizer, written)]
             new = [{"role": role, "content": f"So {number}?"}] * (1 + number * (role == "tool"))
             observed = bridge.append(new, said[-1])
             context += [*said, *observed.token_ids]
             history += [turn, *new]
             text = tokenizer.render_turns(history)
-            assert text.rpartition(turn["content"][-9:])[2] == observed.text
+            assert text.rpartition(turn["content"][-8:])[2] == observed.text
             assert control_ids(tokenizer, tokenizer.encode(text)) == control_ids(tokenizer, context)
 
 
@@ -123,14 +153,14 @@ def test_a_long_episode_reads_all_that_was_sampled_or_the_templates_history(
     bridge, history = Bridge(tokenizer), [ASK]
     text = tokenizer.render_turns(history)
     appended = rendered = tokenizer.encode(text)
-    stop_ids = [getattr(tokenizer, stop)] if stop else []
+    stop_ids = [getattr(tokenizer, stop) or end_of(tokenizer, written)] if stop else []
     for number in range(3):
         said = f"{thought}It is {number}."
         sampled = [*tokenizer.encode(said), *stop_ids]
         new = {"role": "user", "content": f"So {number}?"}
         history += [{"role": "assistant", "content": said}, new]
         appended = [*appended, *sampled, *bridge.append([new], sampled[-1]).token_ids]
-        is_end = stop_ids == [tokenizer.turn_end_id]
+        is_end = stop_ids == [end_of(tokenizer, written)]
         text += said + ("" if is_end else "".join(tokenizer.pieces(stop_ids)))
         text += written.format(new["content"])
         assert "".join(tokenizer.pieces(appended)) == text
@@ -225,6 +255,8 @@ def test_a_template_that_leaves_out_messages_is_refused(tmp_path, kept):
     [
         (TEMPLATE, "user", None),
         (TEMPLATE, "tool", None),
+        (GEMMA_TEMPLATE, "user", None),
+        (GEMMA_TEMPLATE, "tool", "roles must alternate"),
         (TEMPLATE.replace("<|im_end|>\n", ""), "user", None),
         (TEMPLATE.replace("{% endif", "{% else %}<|endoftext|>{% endif"), "user", None),
         (raising("messages[0].role == 'system'"), "user", None),
@@ -251,7 +283,8 @@ def test_a_template_that_leaves_out_messages_is_refused(tmp_path, kept):
     ],
 )
 def test_a_template_that_has_no_bridge_is_refused_with_the_reason(tmp_path, template, role, reason):
-    bridge = Bridge(Tokenizer.load(write_model(tmp_path, template=template)))
+    path = write_model(tmp_path, template=template, added=GEMMA_MARKS)
+    bridge = Bridge(Tokenizer.load(path))
     found = bridge.refusal(role)
     assert found is None if reason is None else reason in found
 

@@ -1,4 +1,4 @@
-"""Tool calls of six families, whole, cut and damaged: nothing that the student said is lost."""
+"""Tool calls of eight families, whole, cut and damaged: nothing that the student said is lost."""
 
 import json
 import random
@@ -14,6 +14,7 @@ from stable_opd_mcore.data.openai_api import Form, completion
 from stable_opd_mcore.data.request_parts import read_messages
 from stable_opd_mcore.data.tool_calls import ToolCalls
 from tests.commands.check.directories import TEMPLATE, write_model
+from tests.data.real_tokenizers import GLM45_TEMPLATE, GLM47_TEMPLATE, GLM_MARKS
 
 OPENED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 QWEN = (
@@ -59,20 +60,19 @@ GPT_OSS = (
 )
 MARKS = (
     *("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|constrain|>"),
-    *("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]"),
+    *("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", *GLM_MARKS),
 )
 ADD = {"name": "w1_add", "arguments": {"a": "w2", "b": ["w3", {"c": 4}]}}
 TOOL = {"type": "function", "function": {"name": "w1_add", "parameters": {"properties": {}}}}
 XML_ARGUMENTS = {"a": "  w2\n\n  w3", "b": 4}
 SCHEMA = {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
 XML_TOOL = {"type": "function", "function": {"name": "w1_add", "parameters": SCHEMA}}
+XML_CALLS = [{"name": "w1_add", "arguments": XML_ARGUMENTS}, {"name": "w7", "arguments": {}}]
 FAMILIES = {  # template, text before calls, what one call is, tool
     "qwen": (QWEN, "w4 w5.", [ADD, {**ADD, "arguments": {"a": "w6"}}], TOOL),
-    "qwen3_5": (
-        *(QWEN3_5, "w4 w5."),
-        [{"name": "w1_add", "arguments": XML_ARGUMENTS}, {"name": "w7", "arguments": {}}],
-        XML_TOOL,
-    ),
+    "qwen3_5": (QWEN3_5, "w4 w5.", XML_CALLS, XML_TOOL),
+    "glm4_5": (GLM45_TEMPLATE, "w4 w5.", XML_CALLS, XML_TOOL),
+    "glm4_7": (GLM47_TEMPLATE, "w4 w5.", XML_CALLS, XML_TOOL),
     "llama": (LLAMA, "", [ADD], TOOL),
     "mistral": (MISTRAL, "w4", [ADD, {"name": "w7", "arguments": {"x": "w8"}}], TOOL),
     "mistral_list": (MISTRAL_LIST, "w4", [ADD, {"name": "w7", "arguments": {"x": "w8"}}], TOOL),
