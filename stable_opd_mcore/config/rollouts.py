@@ -80,8 +80,9 @@ class SglangConfig(Section):
     factors added and rounded, all of them each time. `null`: `adapter`, but `merged` for a student
     with experts or gated delta nets, whose adapters SGLang does not serve in full."""
     verify: Literal["refuse", "warn"] = "refuse"
-    """If a server's checksums differ after a publish. `refuse`: the weights are sent again, until
-    the run ends. `warn`: it samples all the same, counted in `engine/unverified`."""
+    """If a server's checksums differ after a publish, or the log-probabilities of a text that it
+    samples then. `refuse`: the weights are sent again, until the run ends. `warn`: it samples all
+    the same, counted in `engine/unverified`."""
 
     @property
     def transport(self) -> Literal["distributed", "tensor", "disk"]:

@@ -3,8 +3,8 @@
     with receiver(fields) as url: ...
 
 It waits before it copies a bucket, as a server under load does, so the checksums show a sender that
-overwrites the bucket too early. Holds tensors in a dict: no SGLang, nothing is generated. Sequences
-are scored by transformers' model, whose matrices are merged with the adapter that a request names.
+overwrites the bucket too early. Holds tensors in a dict: no SGLang. Texts are sampled greedily from
+transformers' model, whose matrices are merged with the adapter that a request names.
 On a GPU it takes buckets by CUDA IPC and NCCL and hashes as SGLang does there.
 """
 
@@ -56,7 +56,9 @@ def receiver(
         fault: "refuses group" or "refuses broadcast", after joining the group; or
             "keeps cache": it replies that it has flushed the cache, and has not; or
             "leaves slowly": half a second for leaving a group; or
-            "forgets adapters": it scores without them; or
+            "forgets adapters": it samples without them; or
+        "keeps what it derived": it samples with the matrices of attention that came first, which
+            its checksums do not show; or
             "halves": the second value of every `down_proj` that it receives is halved; or
             "hides values": as "halves", and it was started by another program; or
             "dies": killed with the handles of a bucket open, before its reply.
@@ -108,31 +110,34 @@ class _State:
         self._fault = fault
         self.version = "default"
         self._tensors: dict[str, Tensor] = {}
+        self._derived: dict[str, Tensor] = {}  # what it samples with in place of tensors
         self._group: dist.ProcessGroup | None = None
         self._in_session = False
         self._cached: list[int] = []  # the newest prompt
         self._adapters: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        if "logprob_start_len" in body:
-            return self._scores(body)
         cached, self._cached = self._cached, body["input_ids"]
-        return {"meta_info": {"cached_tokens": len(cached) if cached == self._cached else 0}}
-
-    def _scores(self, body: dict[str, Any]) -> dict[str, Any]:
-        from tests.models import tiny  # here, because it takes seconds and few receivers score
+        meta: dict[str, Any] = {"cached_tokens": len(cached) if cached == self._cached else 0}
+        if not (num_tokens := body["sampling_params"]["max_new_tokens"]):
+            return {"meta_info": meta}
+        from tests.models import tiny  # here, because it takes seconds and few receivers sample
 
         model = tiny.transformer(dict(self._architecture.source), seed=0)
-        model.load_state_dict(self._tensors)  # in fp32
+        model.load_state_dict({**self._tensors, **self._derived})  # in fp32
         if body["lora_path"] is not None and self._fault != "forgets adapters":
             settings, factors = self._adapters[body["lora_path"]]
             tiny.add_adapter(model, {n: own.float() for n, own in factors.items()}, settings)
-        with torch.no_grad():
-            (logits_TV,) = model(torch.tensor([body["input_ids"]])).logits
-        start = body["logprob_start_len"]
-        pairs = zip(logits_TV.log_softmax(1)[start:], body["input_ids"][start + 1 :], strict=False)
-        scored = [[float(row_V[token]), token, None] for row_V, token in pairs]
-        return {"meta_info": {"input_token_logprobs": [[None, 0, None], *scored]}}
+        tokens: list[int] = []
+        logprobs: list[list[Any]] = []
+        for _ in range(num_tokens):
+            with torch.no_grad():
+                logits_V = model(torch.tensor([[*body["input_ids"], *tokens]])).logits[0, -1]
+            tokens.append(int(logits_V.argmax()))
+            logprobs.append([float(logits_V.log_softmax(0)[tokens[-1]]), tokens[-1], None])
+        meta |= {"output_token_logprobs": logprobs, "finish_reason": {"type": "length"}}
+        meta |= {"weight_version": self.version}
+        return {"text": "", "output_ids": tokens, "meta_info": meta}
 
     def v1_models(self, _: None) -> dict[str, Any]:
         return {"data": [{"id": name} for name in ("model", *self._adapters)]}
@@ -251,6 +256,8 @@ class _State:
                 self._tensors[name] = tensor.clone()
                 if self._fault in ("halves", "hides values") and "down_proj" in name:
                     self._tensors[name][0, 1] /= 2
+                if self._fault == "keeps what it derived" and "o_proj" in name:
+                    self._derived.setdefault(name, self._tensors[name])
         if self._device != "cpu":
             torch.cuda.synchronize()  # the sender overwrites the bucket after the reply
         return {"success": True}

@@ -6,11 +6,10 @@ found by what it holds. Then, server by server:
 
 1. abort requests, flush the cache, remove the adapters of earlier pushes
 2. load the factors, with their checksums, as an adapter whose name no other push has
-3. ask for the probabilities of a text through the adapter, and compare them with the trainer's
-4. only then stamp the new version
 
 SGLang copies an adapter to the device when a request first names it, so step 2 does not show that
-it can be used. What does not fit ends the server, which is then restarted as after any failure.
+it can be used: the comparison that follows each push does (agreement.py). What does not fit ends
+the server, which is then restarted as after any failure.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -34,8 +32,6 @@ from stable_opd_mcore.models.files.peft_directory import adapter_config, tensor_
 from stable_opd_mcore.models.lora import base_only, config_of, iter_factors
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, broadcast_object
-from stable_opd_mcore.records import Rollout
-from stable_opd_mcore.rollout.embedded import sampled_text
 from stable_opd_mcore.rollout.sglang.checksums import (
     Checksums,
     Difference,
@@ -48,18 +44,12 @@ from stable_opd_mcore.rollout.sglang.sync import (
     flush,
     reported_checksums,
     send_weights,
-    stamp,
 )
 from stable_opd_mcore.rollout.sglang.transports import Target, Transport, ask_all
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import RefusedRequest, SglangClient
-from stable_opd_mcore.serving.requests import Scoring
 
 _PREFIX = "stable-opd-"  # begins the name of every adapter that a run loads
-_TEXT_TOKENS = 8  # of the text that is compared: so many given, and as many sampled
-# Largest mean difference, in nats, between the log-probabilities of trainer and server. Rounding
-# to bf16 accounts for a few hundredths, another adapter or none for more once training has begun.
-_TOLERANCES = {torch.float32: 0.01, torch.bfloat16: 0.25}
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,6 @@ class _Adapter:
     body: Mapping[str, Any]  # of the request that loads it, without the tensors
     tensors: str  # the pickled factors in base64
     num_bytes: int  # of the factors
-    text: Rollout  # sampled by the trainer
 
 
 @dataclass(eq=False)
@@ -98,10 +87,10 @@ class FactorSender:
         targets: Sequence[Target],
         transport: Transport | None,
         *,
-        version: int,
         label: str,
     ) -> Outcome:
         """Send `targets` the factors, and before them the frozen weights to those that lack them.
+        The caller stamps the version.
 
         Collective over the replica's ranks. The sender's outcome counts.
 
@@ -132,7 +121,7 @@ class FactorSender:
         if adapter is None:
             return Outcome((), {}, 0)
         alive = [target for target in targets if target.name not in failed]
-        loaded, refused = ask_all(alive, lambda t: self._load(t, adapter, version))
+        loaded, refused = ask_all(alive, lambda t: self._load(t, adapter))
         num_bytes += adapter.num_bytes
         return Outcome(tuple(loaded), failed | refused, num_bytes, different=different)
 
@@ -159,8 +148,6 @@ class FactorSender:
             matrix = name_on_server(matrix, architecture)
             tensors[tensor_name(matrix, "A")] = torch.zeros(lora.rank, inputs, dtype=self.dtype)
             tensors[tensor_name(matrix, "B")] = torch.zeros(outputs, lora.rank, dtype=self.dtype)
-        # With the weights that are sent, and collective as they are.
-        text = sampled_text(self.chunks, self.world, _TEXT_TOKENS)
         if not is_sender:
             return None
         body = {
@@ -170,14 +157,13 @@ class FactorSender:
         }
         pickled = base64.b64encode(pickle.dumps(tensors)).decode()
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        return _Adapter(name, body, pickled, num_bytes, text)
+        return _Adapter(name, body, pickled, num_bytes)
 
     def _on_host(self, factor: Tensor) -> Tensor:
         return factor.to("cpu", self.dtype, copy=True).contiguous()
 
-    def _load(self, target: Target, adapter: _Adapter, version: int) -> None:
-        """Replace the server's adapter, compare its answer and stamp the version. Raises
-        ServerFailure."""
+    def _load(self, target: Target, adapter: _Adapter) -> None:
+        """Replace the server's adapter. Raises ServerFailure."""
         client = target.client
         abort_all(client)
         flush(client)
@@ -189,30 +175,11 @@ class FactorSender:
         try:
             body = {**adapter.body, **copies}
             client.call("POST", "/load_lora_adapter_from_tensors", body, timeouts.BUCKET)
-            gap = self._gap(client, adapter)
         except RefusedRequest as refusal:
             raise client.garbage(
                 f"it does not take the student's adapter: {refusal}; start it by `stable-opd serve`"
                 " with this run's student.lora, or set rollout.sglang.lora=merged"
             ) from refusal
-        if not gap <= _TOLERANCES[self.dtype]:
-            raise client.garbage(
-                f"through the adapter its log-probabilities differ from the trainer's by {gap:.3g} "
-                f"on average, allowed are {_TOLERANCES[self.dtype]:g}"
-            )
-        stamp(client, version)
-
-    def _gap(self, client: SglangClient, adapter: _Adapter) -> float:
-        """The mean difference of the log-probabilities of the trainer's text."""
-        prompt = adapter.text.prompt.token_ids
-        request = Scoring(
-            (*prompt, *adapter.text.token_ids.tolist()),
-            len(prompt),
-            architecture_of(self.chunks).vocab_size,
-            adapter=adapter.name,
-        )
-        scores = client.submit(request, timeouts.UPDATE).result()
-        return float(np.abs(scores.logprobs_L - adapter.text.rollout_logprobs).mean())
 
 
 def _without_rslora(lora: LoraConfig) -> LoraConfig:

@@ -20,7 +20,7 @@ Event = Literal[
     "stale",  # responses from too old weights, dropped and sampled again
     "resent",  # weights sent again outside the usual publish
     "published",  # weights sent and verified
-    "unverified",  # weights taken although checksums differ, by rollout.sglang.verify=warn
+    "unverified",  # weights taken although something differs, by rollout.sglang.verify=warn
     "lost",  # the fleet cannot continue
 ]
 _COUNTED: tuple[Event, ...] = (

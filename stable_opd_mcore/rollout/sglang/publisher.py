@@ -26,11 +26,12 @@ from stable_opd_mcore.placement.topology import (
     server_dtype,
 )
 from stable_opd_mcore.rollout.sglang.adapter_sync import FactorSender
+from stable_opd_mcore.rollout.sglang.agreement import disagreements
 from stable_opd_mcore.rollout.sglang.checksums import Difference
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member, is_leader
 from stable_opd_mcore.rollout.sglang.server_values import Suspect, compare_values
-from stable_opd_mcore.rollout.sglang.sync import Outcome, send_weights
-from stable_opd_mcore.rollout.sglang.transports import Target, Transport
+from stable_opd_mcore.rollout.sglang.sync import Outcome, send_weights, stamp
+from stable_opd_mcore.rollout.sglang.transports import Target, Transport, ask_all
 from stable_opd_mcore.serving.client import SglangClient
 
 Value = TypeVar("Value")
@@ -140,8 +141,8 @@ class Publisher:
     def _push(
         self, statuses: Sequence[ServerStatus], version: int
     ) -> tuple[dict[str, str | None], dict[str, str], int]:
-        """Per server, why it does not have the weights, None if it has, and how its checksums
-        differ, the same on every rank; and the number of bytes that this rank has sent."""
+        """Per server, why it does not have the weights, None if it has, and how it differs,
+        the same on every rank; and the number of bytes that this rank has sent."""
         outcome: dict[str, str | None] = {}
         different: dict[str, Difference] = {}
         num_bytes = 0
@@ -173,6 +174,7 @@ class Publisher:
             (status.sender, Suspect(status, different[status.name]))
             for status in statuses
             if status.name in different and status.sender is not None
+            if different[status.name].parameter
         ]
         named = {(each.target.name, each.difference.parameter) for _, each in suspects}
         new = named - self._compared
@@ -193,19 +195,35 @@ class Publisher:
     def _send(
         self, targets: Sequence[Target], transport: Transport | None, version: int
     ) -> Outcome:
-        """Send these servers the version, from this replica."""
-        label = self._label(version)
+        """Send these servers the version, from this replica, and stamp it on those that sample with
+        the trainer's probabilities."""
+        label, adapter = self._label(version), None
         if self._adapters is not None:
-            return self._adapters.send_factors(targets, transport, version=version, label=label)
-        return send_weights(
-            self.chunks,
-            targets,
-            transport,
-            version=version,
-            label=label,
-            dtype=self._dtype,
-            bucket_bytes=WEIGHT_BUCKET_BYTES,
-            tolerant=self._tolerant,
+            adapter = self._adapters.name_of(label)
+            outcome = self._adapters.send_factors(targets, transport, label=label)
+        else:
+            outcome = send_weights(
+                self.chunks,
+                targets,
+                transport,
+                version=None,
+                label=label,
+                dtype=self._dtype,
+                bucket_bytes=WEIGHT_BUCKET_BYTES,
+                tolerant=self._tolerant,
+            )
+        arrived = [target for target in targets if target.name in outcome.verified]
+        found, failed = disagreements(self.chunks, self.world, arrived, self._dtype, adapter)
+        if not self._tolerant:
+            failed, found = failed | found, {}
+        agreeing = [target for target in arrived if target.name not in failed]
+        stamped, refused = ask_all(agreeing, lambda target: stamp(target.client, version))
+        differing = {name: Difference(reason) for name, reason in found.items()}
+        return replace(
+            outcome,
+            verified=tuple(stamped),
+            failed=outcome.failed | failed | refused,
+            different=differing | outcome.different,
         )
 
     def _label(self, version: int) -> str:

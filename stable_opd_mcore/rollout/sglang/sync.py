@@ -6,7 +6,7 @@ no second copy of the model exists. The order matters, because a server may die 
 1. abort requests, begin the update
 2. send the buckets; from the first one on the server states the version "incomplete"
 3. end the update, flush the cache and verify that it is empty, compare the checksums
-4. only then stamp the new version
+4. only then stamp the new version, which Publisher does after agreement.py's comparison
 
 The expected checksums are computed in a second pass over the weights while the servers compute
 theirs.
@@ -66,7 +66,7 @@ def send_weights(
     bucket_bytes: int,
     tolerant: bool = False,
 ) -> Outcome:
-    """Send `targets` the weights and stamp the version on them; None: another push will.
+    """Send `targets` the weights and stamp the version on them; None: the caller will.
 
     Collective over the tensor and pipeline ranks of one replica, and over those that hold other
     experts of the same layers (World.coupled_replicas).

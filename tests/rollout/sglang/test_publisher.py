@@ -122,6 +122,8 @@ def test_weights_are_sent_again_until_they_arrive_or_the_attempts_are_used_up(
         return Outcome((), {"server_0": "lost"}, 10)
 
     monkeypatch.setattr(publisher_module, "send_weights", push)
+    monkeypatch.setattr(publisher_module, "disagreements", lambda *_: ({}, {}))
+    monkeypatch.setattr(publisher_module, "stamp", lambda *_: None)
     config = run_with(rollout={"engine": "sglang"}, student={"architecture": {}})
     chunks = build_model(read_architecture(FIELDS), world, precision="fp32", trainable=False)
     events = tmp_path / "events.jsonl"
@@ -197,6 +199,36 @@ def test_a_checksum_that_differs_is_explained_by_values(world, tmp_path, verify,
         assert f"the trainer has {row[0]:.6g} [{row[1]:.6g}] {row[2]:.6g} {row[3]:.6g}," in detail
         assert f"the server {row[0]:.6g} [{row[1] / 2:.6g}] {row[2]:.6g} {row[3]:.6g};" in detail
         assert both["server"][0, 1] == both["trainer"][1] / 2
+
+
+@pytest.mark.parametrize("verify", ["refuse", "warn"])
+def test_a_server_that_computes_with_what_it_derived_before_is_found(world, tmp_path, verify):
+    """Its checksums are right, also of the second version."""
+    sglang = {"verify": verify}
+    config = run_with(rollout={"engine": "sglang", "sglang": sglang}, student={"architecture": {}})
+    chunks = build_model(
+        read_architecture(FIELDS), world, precision="fp32", trainable=False, seed=2
+    )
+    with receiver(FIELDS, fault="keeps what it derived") as url:
+        member = Member("server_0", SglangClient(url), None, state="needs_weights")
+        fleet = LostFleet([member], EventLog(tmp_path / "events.jsonl"))
+        publisher = Publisher(config, world, chunks, fleet, TensorTransport(60.0), DeviceMemory())
+        assert publisher.deliver(1, resent=False)[0] is None
+        fleet.weights_outdated(member)
+        with torch.no_grad():
+            for parameter in chunks[0].parameters():
+                parameter.mul_(1.5)
+        lost, _ = publisher.deliver(2, resent=False)
+        stated = member.client.weight_version()
+    (*_, row) = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines())
+    found = "from the same weights it computes other log-probabilities than the trainer: "
+    if verify == "warn":
+        assert (lost, stated, row["event"]) == (None, "2", "unverified")
+        assert row["detail"].startswith(f"version 2: {found}")
+    else:
+        assert lost is not None
+        assert found in lost
+        assert stated == "incomplete"
 
 
 def test_equal_values_with_other_checksums_are_called_harmless():
