@@ -1,5 +1,7 @@
-"""Weights of every family from TP2 x PP2 trainers to SGLang servers of two ranks, bit for bit."""
+"""Weights of every family from TP2 x PP2 trainers to SGLang servers of two ranks, bit for bit; and
+runs of three steps with the newer families, which resume after the second."""
 
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,8 +34,11 @@ from tests.integration.sglang_tools import (
     VOCABULARY,
     architecture,
     events,
+    external,
     needs_sglang,
+    rows,
     started,
+    train,
 )
 from tests.models import tiny
 from tests.parallel.launch import run_ranks
@@ -93,6 +98,7 @@ FAMILIES = {  # the student of the other files is an untied qwen2
     ),
 }
 ON_DISK = ("llama",)  # the others' weights are broadcast
+TRAINED = ("gemma3", "glm4_moe_lite", "deepseek_v3")
 DENSE = {"tensor": 2, "pipeline": 2}
 EXPERTS = {**DENSE, "expert": 2, "sequence": True}
 
@@ -106,16 +112,38 @@ EXPERTS = {**DENSE, "expert": 2, "sequence": True}
     ids="-".join,
 )
 def test_families_arrive_bit_exactly(tmp_path, names):
-    """Two publishes with different weights; one that is not bit-exact fails."""
+    """Two publishes with different weights; one that is not bit-exact fails, or that makes a server
+    compute other log-probabilities."""
     servers = [_server(tmp_path / name, FAMILIES[name]) for name in names]
     with started(*servers):
         urls = {name: server.url for name, server in zip(names, servers, strict=True)}
         run_ranks(4, _publish_all, str(tmp_path), urls)
+        for name in {*names}.intersection(TRAINED):
+            _train_and_resume(tmp_path, name, urls[name])
     for name in names:
         assert [(event["event"], event["detail"]) for event in events(tmp_path / name)] == [
             ("published", "version 0"),
             ("published", "version 1"),
         ]
+
+
+def _train_and_resume(directory: Path, name: str, url: str) -> None:
+    decoder = FAMILIES[name].get("text_config", FAMILIES[name])
+    settings = (
+        f"student.architecture={json.dumps(decoder)}",
+        *external(url),
+        f"rollout.sglang.api_key_file={directory / name / 'key'}",
+        *("sampling.max_new_tokens=12", "checkpoint.every=1", "optimizer.warmup_steps=0"),
+    )
+    train(directory, f"{name}_run", "train.steps=2", *settings)
+    run = train(directory, f"{name}_run", "train.steps=3", *settings)
+    found = rows(run)
+    assert [row["step"] for row in found] == [1, 2, 3]
+    assert max(row["logprob/rollout_gap_max"] for row in found) < 1e-4
+    assert min(row["grad_norm"] for row in found) > 0
+    published = [event["detail"] for event in events(run) if event["event"] == "published"]
+    assert published == [f"version {version}" for version in (0, 1, 2, 2, 3)]
+    assert {event["event"] for event in events(run)} == {"published"}
 
 
 def _server(directory: Path, fields: dict[str, Any]) -> SglangServer:
