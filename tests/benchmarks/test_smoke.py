@@ -1,7 +1,8 @@
 """Every program of benchmarks/ that a document names runs at its `--smoke` size.
 
 They run as `python -m` runs them, but in this process, because importing torch costs more than they
-do. `sync` starts a real SGLang server; `make test-sglang` runs it. Not here: the figures.
+do. `sync` starts a real SGLang server; `make test-sglang` runs it. Not here: the figures, and `gpu`
+(tests/integration/test_gpu_suite.py).
 """
 
 import re
@@ -23,7 +24,6 @@ PROGRAMS = {
     "alfworld.games": NEEDS_ALFWORLD,
     "control_plane": (),
     "fp8": (),
-    "gpu": (),
     "loss": (),
     "plan_memory": (),
     "real_lm.pair": (),
@@ -31,13 +31,12 @@ PROGRAMS = {
     "step": (),  # without TRL, which has an environment of its own
     "sync": pytest.mark.cluster,
 }
-ARGUMENTS = {"alfworld.games": ["{}"], "real_lm.pair": ["{}"], "gpu": ["--out={}"]}
+ARGUMENTS = {"alfworld.games": ["{}"], "real_lm.pair": ["{}"]}
 PRINTS = {
     "agents": r"8 turns of 32 tokens in .*\nmain thread, time lost while 4 agents run: \d",
     "alfworld.games": r"tokens in ",
     "control_plane": r"\| 4 x 64 over 2 \|.*\| 0 \|\n(.|\n)*top 0 and two stop ids: \d",
     "fp8": r"\| qwen2, random \| all three \| blockwise \| 0\.\d",
-    "gpu": r"environment +gates +ok",
     "loss": r"(?s)│ ours +│ +\d.*│ ours, opd +│ +\d.*│ plain torch +│ +\d.*│ gemms +│ +\d",
     "plan_memory": r"\| 128, 2 \| TP1 x PP1 x CP1 x DP1 \| \d+ \| -?\d+ \|",
     "real_lm.pair": r"^$",
@@ -68,6 +67,6 @@ def test_every_benchmark_and_config_that_a_document_names_is_here():
         ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     text = "\n".join((ROOT / page).read_text() for page in pages if page != "CHANGELOG.md")
-    assert set(re.findall(r"-m benchmarks\.(\w+(?:\.\w+)?)", text)) <= PROGRAMS.keys()
+    assert set(re.findall(r"-m benchmarks\.(\w+(?:\.\w+)?)", text)) <= {*PROGRAMS, "gpu"}
     for path in set(re.findall(r"benchmarks/\w+/\w+\.yaml", text)):
         load_config(ROOT / path)

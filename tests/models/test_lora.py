@@ -1,6 +1,6 @@
 """Students with low-rank factors, against their definition: a full model of the merged matrices.
 
-Every layout gives the factors of three plain Adam steps on one rank.
+Every layout gives the factors of two plain Adam steps on one rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -273,7 +273,7 @@ CASES = [  # family, layout, whether only some matrices have factors
     ("qwen3_moe", "tp2_sp_ep2", False),
     ("gpt_oss", "tp2_sp_ep2", True),
 ]
-STEPS = 3
+STEPS = 2
 
 
 def plain_steps(

@@ -76,11 +76,11 @@ def gsm8k(rank: int, world_size: int, directory: str, data: str) -> None:
         f"data.train.path={data}/gsm8k/train.jsonl",
         f"data.eval.path={data}/gsm8k/test.jsonl",
         "data.train.limit=48",
-        "sampling.max_new_tokens=24",
-        "cold_start.steps=6",
+        "sampling.max_new_tokens=8",
+        "cold_start.steps=4",
         "cold_start.prompts_per_step=4",
         "rollout.prompts_per_step=2",
-        "train.steps=2",
+        "train.steps=1",
     ]
     train(load_config(CONFIGS / "gsm8k_cpu.yaml", overrides), show_progress=False)
 
@@ -164,9 +164,9 @@ def test_gsm8k_config_trains_on_real_problems(tmp_path):
     run_ranks(1, gsm8k, str(tmp_path), str(data))
     cold = metrics_of(tmp_path / "gsm8k_cpu" / "cold_start")
     assert cold[-1]["loss/sft"] < cold[0]["loss/sft"] - 0.1
-    rows = metrics_of(tmp_path / "gsm8k_cpu")
-    assert len(rows) == 2
-    assert all(row["loss/kl"] is not None and row["loss/sft"] > 0 for row in rows)
+    (row,) = metrics_of(tmp_path / "gsm8k_cpu")
+    assert row["loss/kl"] is not None
+    assert row["loss/sft"] > 0
     stored = (tmp_path / "gsm8k_cpu" / "rollouts" / "step_000001.jsonl").read_text()
     assert len(stored.splitlines()) == 4  # 2 prompts, 2 samples each
     prompt = json.loads(stored.splitlines()[0])["prompt"]
