@@ -1,6 +1,5 @@
-"""A student's low-rank factors on real servers of one and of two ranks, next to its frozen weights.
-
-The trainer has two tensor ranks.
+"""A student's low-rank factors on a real server, next to its frozen weights. It and the trainer
+have two tensor ranks; servers of one rank: test_sglang_partial.py.
 """
 
 from collections.abc import Sequence
@@ -74,24 +73,20 @@ def config_of(
     return parse_config(settings, origin=name)
 
 
-@pytest.mark.parametrize(("lora", "tensors"), [(EVERY, (1, 2)), (CHOSEN, (2,))])
-def test_servers_answer_through_the_factors_of_each_version(lora, tensors, tmp_path):
-    """Then one loses them, as in a restart; and one is asked to take factors of a larger rank."""
+@pytest.mark.parametrize("lora", [EVERY, CHOSEN], ids=["every", "chosen"])
+def test_a_server_answers_through_the_factors_of_each_version(lora, tmp_path):
+    """Then it loses them, as in a restart; and it is asked to take factors of a larger rank."""
     (tmp_path / "key").touch(0o600)
     (tmp_path / "key").write_text("secret\n")
     config = config_of(tmp_path, "servers", ["http://127.0.0.1:9"], lora)
     model = write_model_config(read_architecture(FIELDS), tmp_path / "model")
-    servers = []
-    for tensor in tensors:
-        options = server_options(config, model, 0, (), tensor, "cpu")
-        servers.append(SglangServer(options, tmp_path / f"server_{tensor}.log"))
-    with started(*servers):
-        run_ranks(2, publish_and_sample, str(tmp_path), [server.url for server in servers], lora)
+    server = SglangServer(server_options(config, model, 0, (), 2, "cpu"), tmp_path / "server.log")
+    with started(server):
+        run_ranks(2, publish_and_sample, str(tmp_path), [server.url], lora)
     found = [(event["event"], event["detail"]) for event in events(tmp_path / "run")]
     published = [detail for event, detail in found if event == "published"]
-    number = len(servers)
-    assert published[: 2 * number] == ["version 0"] * number + ["version 1"] * number
-    assert published.count("version 2") == number
+    assert published[:2] == ["version 0", "version 1"]
+    assert published.count("version 2") == 1
     (lost,) = [detail for event, detail in found if event == "failure"]
     assert "it has lost the adapter" in lost
 

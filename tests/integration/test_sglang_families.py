@@ -57,7 +57,6 @@ LATENTS = tiny.DEEPSEEK | {  # the widths of experts are padded by the server
     "n_shared_experts": 1,
 }
 FAMILIES = {  # the student of the other files is an untied qwen2
-    "qwen2_tied": architecture("qwen2", tied=True),
     "qwen3_vl": {  # served as a qwen3
         "model_type": "qwen3_vl",
         "text_config": architecture(
@@ -106,7 +105,7 @@ EXPERTS = {**DENSE, "expert": 2, "sequence": True}
 @pytest.mark.parametrize(
     "names",
     [
-        *(("qwen2_tied", "qwen3_vl"), ("llama", "qwen3_moe"), ("gpt_oss",)),
+        *(("qwen3_vl", "gpt_oss"), ("llama", "qwen3_moe")),
         *(("gemma3", "glm4_moe_lite"), ("deepseek_v3",)),
     ],
     ids="-".join,

@@ -22,21 +22,12 @@ pytestmark = [needs_sglang, pytest.mark.cluster]
 STEPS = 5
 
 
-@pytest.mark.parametrize(
-    ("settings", "of_sync"),
-    [
-        ((), "POST /update_weights_from"),
-        (("student.lora.rank=4", "optimizer.lr=0.02"), "POST /flush_cache"),  # an adapter follows
-    ],
-    ids=["weights", "factors"],
-)
-def test_killed_and_stopped_servers_lose_no_step(tmp_path, settings, of_sync):
+def test_killed_and_stopped_servers_lose_no_step(tmp_path):
     """SIGKILL to one server while it generates and to the other during a sync, then SIGSTOP."""
     command = training_command(
         tmp_path,
         "faults",
         *LARGER,
-        *settings,
         f"train.steps={STEPS}",
         "sampling.max_new_tokens=150",
         "rollout.sglang.num_servers=2",
@@ -53,7 +44,7 @@ def test_killed_and_stopped_servers_lose_no_step(tmp_path, settings, of_sync):
         os.killpg(first, signal.SIGKILL)
 
         _await_step(process, run, 2)
-        process.wait_until(new_line(logs[1], of_sync), "sync")
+        process.wait_until(new_line(logs[1], "POST /update_weights_from"), "sync")
         os.killpg(second, signal.SIGKILL)
 
         _await_step(process, run, 4)
@@ -77,6 +68,27 @@ def test_killed_and_stopped_servers_lose_no_step(tmp_path, settings, of_sync):
         restarts = [e for e in events(run) if (e["event"], e["server"]) == ("restart", server)]
         assert len(restarts) >= least
         assert process.text.count(f"{server} restart: ") == len(restarts)
+
+
+def test_a_server_killed_before_an_adapter_arrives_is_given_the_frozen_weights_too(tmp_path):
+    command = training_command(
+        tmp_path,
+        "factors",
+        *(*LARGER, "student.lora.rank=4", "optimizer.lr=0.02"),
+        *("train.steps=3", "sampling.max_new_tokens=20", "rollout.sglang.num_servers=1"),
+    )
+    run = tmp_path / "factors"
+    with Process(command, tmp_path / "output") as process:
+        _await_step(process, run, 1)
+        (server,) = servers_of(process.pid)
+        flushed = new_line(run / "sglang/server_0.log", "POST /flush_cache")
+        process.wait_until(flushed, "sync")  # the adapter follows
+        os.killpg(server, signal.SIGKILL)
+        assert process.wait() == 0, process.text[-3000:]
+    assert [row["step"] for row in rows(run)] == [1, 2, 3]
+    assert_nothing_lost(run)
+    happened = [event["event"] for event in events(run)]
+    assert happened.count("failure") >= happened.count("restart") == 1
 
 
 def _await_step(process: Process, run: Path, step: int) -> None:

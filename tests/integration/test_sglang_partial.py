@@ -114,16 +114,16 @@ def student_of(directory: Path, world: World, *overrides: str) -> Student:
     return Student(engine, world, list(chunks), {}, scorer)
 
 
-FACTORS = ("student.lora.rank=4", "student.lora.alpha=8")
+WEIGHTS = ("rollout.sglang.num_servers=2",)
+FACTORS = ("rollout.sglang.num_servers=1", "student.lora.rank=4", "student.lora.alpha=8")
 
 
-@pytest.fixture(scope="module", params=[(), FACTORS], ids=["weights", "factors"])
+@pytest.fixture(scope="module", params=[WEIGHTS, FACTORS], ids=["weights", "factors"])
 def student(world, tmp_path_factory, request) -> Iterator[Student]:
     started = student_of(
         tmp_path_factory.mktemp("partial"),
         world,
         *request.param,
-        "rollout.sglang.num_servers=2",
         f"rollout.sglang.python={PYTHON}",
         "rollout.sglang.arguments=['--max-total-tokens','16384']",
     )
@@ -172,6 +172,7 @@ def so_far(engine: SglangEngine, step: int) -> list[Rollout]:
         return [rollout for each in engine._ahead[step, SAMPLING] for rollout in each.rollouts]
 
 
+@pytest.mark.parametrize("student", [pytest.param(WEIGHTS, id="weights")], indirect=True)
 def test_a_killed_servers_responses_continue_elsewhere(student):
     engine = student.engine
     engine.prefetch(PROMPTS, SAMPLING, step=3, weight_version=len(student.weights))
@@ -221,10 +222,10 @@ def share_a_server(
 
 
 def test_ranks_share_a_server_over_two_publishes(student, tmp_path):
-    client = student.engine.fleet.members[1].client
+    client = student.engine.fleet.members[-1].client  # not killed
     (tmp_path / "key").touch(0o600)
     (tmp_path / "key").write_text(client.api_key)
-    settings = FACTORS if factors_of(student.chunks) else ()
+    settings = FACTORS[1:] if factors_of(student.chunks) else ()
     run_ranks(2, share_a_server, tmp_path, client.url, settings)
     published = [event["detail"] for event in events(tmp_path / "smoke_cpu")]
     assert sorted(published) == [f"version {v}" for v in range(3) for _ in range(2)]
