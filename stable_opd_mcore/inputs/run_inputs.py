@@ -31,6 +31,7 @@ from stable_opd_mcore.inputs.loading import (
     with_download,
 )
 from stable_opd_mcore.inputs.pair import EXAMPLE, ModelFiles, Pair
+from stable_opd_mcore.inputs.source_uses import routes_of
 from stable_opd_mcore.losses.source_objectives import SourceObjectives, build_source_objectives
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.description.config_fields import decoder_settings, read_fields
@@ -110,7 +111,9 @@ class RunInputs:
     @once
     def objective(self) -> SourceObjectives:
         stops = self.tokenizer.stop_token_ids, self.teacher_stops
-        return build_source_objectives(self.config, *stops)
+        objective = build_source_objectives(self.config, *stops)
+        routes_of(objective)  # refuses a teacher without a source, and a source without its teacher
+        return objective
 
     @once
     def architecture(self) -> Architecture:

@@ -2,6 +2,7 @@
 
 from stable_opd_mcore.data.prompts import Golden
 from stable_opd_mcore.data.sources import source_name
+from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.losses.source_objectives import SourceObjectives
 from stable_opd_mcore.records import Use
 
@@ -19,13 +20,34 @@ def uses_of(objective: SourceObjectives) -> dict[str, Use]:
 
 
 def routes_of(objective: SourceObjectives) -> dict[str, str]:
-    """The key in `teacher.routes` of each source whose objective asks a teacher, by its name."""
-    uses = uses_of(objective)
-    return {
+    """The key in `teacher.routes` of each source whose objective asks a teacher, by its name; none
+    without routes.
+
+    Raises:
+        ConfigError: a key that `teacher.routes` lacks, or that no source has.
+    """
+    teacher, uses = objective.config.teacher, uses_of(objective)
+    if teacher is None or not teacher.routes:
+        return {}
+    found = {
         source_name(source): source.teacher or source_name(source)
         for source in objective.config.data.sources
         if uses[source_name(source)].is_taught
     }
+    names = ", ".join(sorted(teacher.routes))
+    for source, route in found.items():
+        if route not in teacher.routes:
+            raise ConfigError(
+                f"no teacher is routed for the source {source!r} of data.train: teacher.routes "
+                f"has {names}, not {route!r}; add {route} to it, or set data.train[].teacher"
+            )
+    if found and (idle := sorted({*teacher.routes} - {*found.values()})):
+        raise ConfigError(
+            f"teacher.routes.{idle[0]} scores no rows: the sources of data.train that ask a "
+            f"teacher have {', '.join(sorted({*found.values()}))}; drop it, or name it in "
+            "data.train[].teacher"
+        )
+    return found
 
 
 def golden_of(objective: SourceObjectives) -> dict[str, Golden]:

@@ -88,7 +88,7 @@ class ServedTeacher:
     """The teacher's replicas, or those of several teachers, each for some sources of prompts.
 
     Raises:
-        UserError: a temperature other than 1, no key in `api_key_file`, or a source without one.
+        UserError: a temperature other than 1, or no key in `api_key_file`.
     """
 
     settings: TeacherConfig
@@ -112,12 +112,6 @@ class ServedTeacher:
             )
         settings = self.settings
         routes = {_ANY: settings.urls} if settings.urls else settings.routes
-        for source, route in {} if settings.urls else self.route_of.items():
-            if route not in routes:
-                raise UserError(
-                    f"no teacher is routed for the source {source!r} of data.train: teacher.routes "
-                    f"names {', '.join(sorted(routes))}, not {route!r}; add a route of that name"
-                )
         api_key = read_api_key(settings.api_key_file)
         self._clients = {
             route: [SglangClient(url, api_key=api_key) for url in urls]

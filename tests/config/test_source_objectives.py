@@ -50,7 +50,7 @@ def test_a_source_takes_what_it_leaves_out_from_the_run():
         "1.jsonl/train": Use(1),
         "2.jsonl/train": Use(2, is_sampled=False, is_taught=False),
     }
-    assert routes_of(objective) == {"1.jsonl/train": "1.jsonl/train"}  # nobody else needs a route
+    assert routes_of(objective) == {}
     assert [*golden_of(objective).values()] == ["by_source", "by_source", "required"]
     assert [*golden_of(objective.with_loss_weights(0, 0)).values()][2] == "required"
     alike = config_of({"name": "grpo"}, {"name": "grpo"}, normaliser="global")
@@ -58,6 +58,19 @@ def test_a_source_takes_what_it_leaves_out_from_the_run():
     stored = config.model_dump(mode="json")
     assert objective_names("opd", stored["data"]["train"]) == "grpo and opd and sft"
     assert objective_names("opd", {"path": "a"}) == "opd"
+
+
+def test_each_source_that_asks_a_teacher_has_its_route_and_each_route_a_source():
+    def routes(*names: str) -> dict[str, str]:
+        served = {"engine": "sglang", "routes": {name: ["http://a"] for name in names}}
+        return routes_of(built(config_of({"name": "grpo"}, None, teacher=served)))
+
+    own = "1.jsonl/train"
+    assert routes(own) == {own: own}  # the first source needs none
+    with pytest.raises(ConfigError, match=r"source '1.jsonl/train' of .* has t, not '1.jsonl/"):
+        routes("t")
+    with pytest.raises(ConfigError, match=r"teacher\.routes\.t scores no rows: .*drop it, or name"):
+        routes(own, "t")
 
 
 def test_the_settings_know_which_objectives_ask_a_teacher():

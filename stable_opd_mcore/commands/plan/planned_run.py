@@ -28,6 +28,7 @@ from stable_opd_mcore.placement.topology import Topology, derive_topology, sends
 
 PRIVILEGED_TOKENS = 1024  # assumed mean by which teacher.prompt is longer than the prompt
 OBSERVED_TOKENS = 256  # assumed mean tokens of an environment's answer to a turn
+PREFIX_TURNS = 8  # assumed most turns of rollout.prefix where it has no `last`
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,7 @@ class PlannedRun:
     def longest(self) -> int:
         """Tokens of the longest sequence: a prompt and a response, or an episode's context."""
         observed = (self.config.max_turns - 1) * OBSERVED_TOKENS
+        observed += most_prefix_turns(self.config) * (self.config.longest_turn + OBSERVED_TOKENS)
         length = self.work.prompt_tokens + self.longest_sampled + observed
         return length if not observed else min(length, self.models.student.max_positions)
 
@@ -275,19 +277,29 @@ def planned_run(
 
 
 def default_work(config: Config) -> Work:
-    """Assume turns of half the limit, and episodes of half of `max_turns` in one context."""
-    if config.max_turns == 1:
+    """Assume turns of half the limit, episodes of half of `max_turns` in one context, and half the
+    turns that rollout.prefix has at most."""
+    prefix = config.rollout.prefix
+    if config.max_turns == 1 and prefix.by is None:
         return Work(response_tokens=max(1, config.longest_turn // 2))
     room = _architecture(config.student, "student").max_positions - Work().prompt_tokens
     sampled = observed = total = 0.0
     for source in config.data.sources:
         turns, weight = (config.environment_of(source).longest + 1) // 2, source.weight
         of_turn = max(1, config.budget_of(source) // 2)
-        lengths = turns * of_turn, (turns - 1) * OBSERVED_TOKENS
+        played = prefix.share * (prefix.first + most_prefix_turns(config)) / 2
+        observed_in_one = (turns - 1) * OBSERVED_TOKENS + played * (of_turn + OBSERVED_TOKENS)
+        lengths = turns * of_turn, observed_in_one
         part = weight * min(1.0, room / sum(lengths))
         sampled, observed = sampled + part * lengths[0], observed + part * lengths[1]
         total += weight
     return Work(response_tokens=round(sampled / total), observed_tokens=round(observed / total))
+
+
+def most_prefix_turns(config: Config) -> int:
+    """Turns of the longest prefix of a rollout, which the first step may have."""
+    prefix = config.rollout.prefix
+    return 0 if prefix.by is None else prefix.last or max(PREFIX_TURNS, prefix.first)
 
 
 def read_models(config: Config) -> Models:

@@ -57,6 +57,11 @@ def test_episodes_have_several_turns_of_tokens_up_to_the_window(tmp_path):
     short = run(4, "environment.max_new_tokens=64")  # instead of sampling.max_new_tokens
     assert short.work == Work(response_tokens=2 * 32, observed_tokens=256)
     assert short.longest_sampled == 4 * 64
+    columns = "data.train.columns={messages: messages, golden: all}"
+    begun = run(1, columns, "rollout.prefix={by: golden, share: 0.5, last: 2}")
+    # half of the rollouts begin with one golden turn on average, at most with two
+    assert begun.work == Work(response_tokens=256, observed_tokens=(256 + 256) // 2)
+    assert begun.longest == 256 + 512 + 2 * (512 + 256)
 
 
 @pytest.mark.parametrize(
