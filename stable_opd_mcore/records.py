@@ -79,7 +79,7 @@ class Sampling:
 class Use:
     """What a run does with the prompts of a source."""
 
-    objective: int = 0  # the place of its objective in Config.objectives
+    objective: int = 0  # its place in Config.objectives_and_teachers
     is_sampled: bool = True  # False: only its golden solutions are trained on
     is_taught: bool = True  # the objective asks a teacher, where the run has one
 

@@ -84,7 +84,8 @@ class TrainSource(SourceConfig):
     weight: float = Field(default=1.0, gt=0)
     """Share of the run's prompts, relative to the sum of all weights."""
     teacher: str | None = None
-    """A key of `teacher.routes`, whose teacher scores its rows; `null`: its name."""
+    """A key of `teacher.routes` or of `teacher.models`, whose teacher scores its rows. `null`: the
+    route of its name, or the teacher's own model."""
     objective: ObjectiveConfig | None = None
     """Objective of its rows: these keys of `objective`, and the run's value of every other. `null`:
     the run's `objective`. Objectives that differ need `normaliser: per_source`."""

@@ -97,6 +97,8 @@ class PromptFunction(Section):
         return read_user_function(self.function, ("row", "rollout", "others"))
 
 
+# What says of a teacher which model it is
+_FILES = ("path", "revision", "architecture", "window", "rope_theta", "stop_token_ids")
 SELF = "self"  # teacher.path of a student that is its own teacher
 
 
@@ -126,6 +128,16 @@ class TeacherConfig(ModelConfig):
     the last colon) to the addresses of that teacher's replicas."""
     api_key_file: str | None = None
     """File with the servers' API key; `null`: the servers have none."""
+    models: dict[str, ModelConfig] = Field(default={})
+    """With `engine: megatron`: more teachers, of the sources that name them in
+    `data.train[].teacher`; this section's own model teaches the others. All wait in host memory and
+    take turns on the GPUs."""
+
+    def named(self, name: str | None) -> Self:
+        """The section with this one of `models` as the only teacher; None: with its own model."""
+        own = self if name is None else self.models[name]
+        files = {key: getattr(own, key) for key in _FILES}
+        return self.model_copy(update={**files, "models": {}})
 
     @property
     def prompt_function(self) -> PromptFunction | None:
@@ -171,6 +183,27 @@ class TeacherConfig(ModelConfig):
             )
         if self.urls and self.routes:
             raise ValueError("teacher.urls (one teacher) and teacher.routes (several): drop one")
+        return self
+
+    @model_validator(mode="after")
+    def _models_in_trainer(self) -> Self:
+        if self.models and (self.is_self or self.is_served):
+            raise ValueError(
+                f"teacher.models with teacher.path={self.path} and teacher.engine={self.engine}: "
+                "they take turns with a model in the trainer that is not the student; set "
+                "teacher.path to one, or teacher.routes for several served teachers"
+            )
+        for name, model in self.models.items():
+            if (model.path is None) == (model.architecture is None) or model.chat_template_kwargs:
+                raise ValueError(
+                    f"teacher.models.{name} needs a path or an architecture, and has no "
+                    "chat_template_kwargs of its own: those of teacher count for all; set path, "
+                    "and drop them"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _served(self) -> Self:
         if self.is_served and (self.window or self.rope_theta):
             raise ValueError(
                 "teacher.window or teacher.rope_theta with teacher.engine=sglang: only a teacher "

@@ -27,6 +27,7 @@ from stable_opd_mcore.config.objective_settings import KLConfig, MixtureConfig, 
 from stable_opd_mcore.config.prefix_settings import prefix_refusal
 from stable_opd_mcore.config.rollouts import RolloutConfig, SamplingConfig
 from stable_opd_mcore.config.section import Section
+from stable_opd_mcore.config.several_teachers import teachers_refusal
 from stable_opd_mcore.config.source_objectives import objectives_refusal, with_whole_objectives
 from stable_opd_mcore.config.training import (
     LARGEST_WATCHDOG_MINUTES,
@@ -122,14 +123,42 @@ class Config(Section):
         """The objective of a source's rows."""
         return source.objective or self.objective
 
+    def asks_teacher(self, source: TrainSource) -> bool:
+        """Whether a teacher scores a source's rows."""
+        return self.objective_of(source).asks_teacher
+
+    def teacher_of(self, source: TrainSource) -> str | None:
+        """The key in `teacher.models` of the teacher of a source's rows; None: the section's own
+        model, or no teacher."""
+        models = self.teacher.models if self.teacher else {}
+        return source.teacher if source.teacher in models and self.asks_teacher(source) else None
+
+    @property
+    def objectives_and_teachers(self) -> tuple[tuple[ObjectiveConfig, str | None], ...]:
+        """Objective and `teacher_of` of all sources, each pair once, one teacher after the other.
+        A sample's `objective` is a place here."""
+        found: list[tuple[ObjectiveConfig, str | None]] = []
+        for source in self.data.sources:
+            pair = self.objective_of(source), self.teacher_of(source)
+            if pair not in found:
+                found.append(pair)
+        names = [None, *(self.teacher.models if self.teacher else ())]
+        return tuple(sorted(found, key=lambda pair: names.index(pair[1])))
+
     @property
     def objectives(self) -> tuple[ObjectiveConfig, ...]:
-        """The objectives of all sources, each once, in the order of the first source with it."""
-        found: list[ObjectiveConfig] = []
-        for source in self.data.sources:
-            if self.objective_of(source) not in found:
-                found.append(self.objective_of(source))
-        return tuple(found)
+        """Those of `objectives_and_teachers`."""
+        return tuple(objective for objective, _ in self.objectives_and_teachers)
+
+    @property
+    def has_one_objective(self) -> bool:
+        """Whether all sources have the same objective, of whatever teacher."""
+        return all(each == self.objectives[0] for each in self.objectives)
+
+    def with_teacher(self, name: str | None) -> Config:
+        """The config with this one of `teacher.models` as the only teacher."""
+        assert self.teacher is not None
+        return self.model_copy(update={"teacher": self.teacher.named(name)})
 
     @property
     def is_supervised(self) -> bool:
@@ -195,11 +224,12 @@ class Config(Section):
         return self.student if self.teacher and self.teacher.is_self else self.teacher
 
     @property
-    def models_in_trainer(self) -> dict[Fp8Role, ModelConfig]:
-        """The student, and a teacher with other files if no server holds it."""
-        models: dict[Fp8Role, ModelConfig] = {"student": self.student}
+    def models_in_trainer(self) -> dict[str, ModelConfig]:
+        """The student, and teachers with other files if no server holds them, by their keys."""
+        models: dict[str, ModelConfig] = {"student": self.student}
         if self.teacher is not None and not self.teacher.is_served and not self.teacher.is_self:
             models["teacher"] = self.teacher
+            models |= {f"teacher.models.{name}": own for name, own in self.teacher.models.items()}
         return models
 
     @property
@@ -288,7 +318,6 @@ class Config(Section):
         return self
 
     def _require_sources_fit(self) -> None:
-        routes = self.teacher.routes if self.teacher else {}
         mixed = [
             each for each in self.data.sources if self.objective_of(each).name != "sft"
         ] or self.data.sources
@@ -298,12 +327,8 @@ class Config(Section):
                 f"{key} > 0 with no column of golden solutions in data.train: set "
                 f"data.train.columns.solution, or {key}=0"
             )
-        for source in self.data.sources:
-            if self.teacher and source.teacher is not None and source.teacher not in routes:
-                raise ValueError(
-                    f"data.train: teacher {source.teacher!r} of {source.path} is not a key of "
-                    f"teacher.routes; name one of these: {', '.join(routes) or 'none'}"
-                )
+        if reason := teachers_refusal(self):
+            raise ValueError(reason)
 
     def _require_environments_fit(self) -> None:
         minutes = self.fault.watchdog_minutes or LARGEST_WATCHDOG_MINUTES

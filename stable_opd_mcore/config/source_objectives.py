@@ -30,7 +30,7 @@ def objectives_refusal(config: Any) -> str | None:
     Args:
         config: schema.Config, which calls this.
     """
-    if len(config.objectives) == 1:
+    if config.has_one_objective:
         return None
     names = " and ".join(dict.fromkeys(each.name for each in config.objectives))
     if config.normaliser != "per_source":

@@ -1,7 +1,7 @@
 """Settings of the training: layout, optimizer, steps, checkpoints, faults. Loads without torch."""
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -135,10 +135,12 @@ class Fp8Config(Section):
     reference: Fp8Recipe | None = None
     """The same for the reference."""
 
-    def of(self, role: Fp8Role) -> Fp8 | None:
-        """The FP8 of a model; None: it computes in `train.precision`."""
-        recipe: Fp8Recipe | None = getattr(self, role)
-        return None if recipe is None else Fp8(role, recipe)
+    def of(self, role: str) -> Fp8 | None:
+        """The FP8 of a model, of `Fp8Role` or below it as `teacher.models.NAME`; None: it computes
+        in `train.precision`."""
+        section = cast("Fp8Role", role.partition(".")[0])
+        recipe: Fp8Recipe | None = getattr(self, section)
+        return None if recipe is None else Fp8(section, recipe)
 
     @property
     def is_on(self) -> bool:

@@ -100,6 +100,17 @@ def _copies_from_base(config: Config) -> bool:
     return bool(configured_architecture(config.student).family.carried)
 
 
+def _teachers(config: Config) -> Iterator[tuple[str, str]]:
+    teacher = config.teacher
+    if teacher is None or teacher.is_self:
+        return
+    if teacher.path is not None:
+        yield "teacher.path", teacher.path
+    for name, model in teacher.models.items():
+        if model.path is not None:
+            yield f"teacher.models.{name}.path", model.path
+
+
 def _places(config: Config) -> Iterator[tuple[str, str]]:
     sources = config.data.sources
     for number, source in enumerate(sources):
@@ -107,8 +118,7 @@ def _places(config: Config) -> Iterator[tuple[str, str]]:
         yield key, source.path
     teacher, reference = config.teacher, config.reference
     own = teacher is not None and teacher.is_self
-    if teacher is not None and teacher.path is not None and not own:
-        yield "teacher.path", teacher.path
+    yield from _teachers(config)
     if (config.largest_beta and reference.update == "never") or own:
         start = reference.path or config.student.path
         if start is not None:

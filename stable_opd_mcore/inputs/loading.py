@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 from stable_opd_mcore.config.data import SourceConfig
 from stable_opd_mcore.config.models import TeacherConfig
@@ -42,6 +43,9 @@ _NO_USES = dict[str, Use]()
 _log = logging.getLogger(__name__)
 
 
+M = TypeVar("M", bound=ModelConfig)
+
+
 def with_downloads(config: Config) -> Config:
     """The config with the downloaded directories in place of hub ids of student and teacher."""
     return with_download(with_download(config, "student"), "teacher")
@@ -55,20 +59,31 @@ def with_download(config: Config, role: str) -> Config:
             download.
     """
     model: ModelConfig | None = getattr(config, role)
-    is_teacher = isinstance(model, TeacherConfig)
-    if model is None or model.path is None or (is_teacher and model.is_self):
+    if model is None:
         return config
+    model = _downloaded(role, model)
+    if isinstance(model, TeacherConfig):
+        named = {k: _downloaded(f"{role}.models.{k}", each) for k, each in model.models.items()}
+        model = model.model_copy(update={"models": named})
+    return config.model_copy(update={role: model})
+
+
+def _downloaded(role: str, model: M) -> M:
+    """The model with the downloaded directory as its path, if that is a hub id."""
+    is_teacher = isinstance(model, TeacherConfig)
+    if model.path is None or (is_teacher and model.is_self):
+        return model
     if not is_hub_id(model.path):
         if not (is_teacher and model.is_served):
             _require_model_directory(f"{role}.path", Path(model.path))
-        return config
+        return model
     if model.revision is None:
         raise UserError(
             f"{role}.path={model.path}: no such directory here, and no commit to download from the "
             f"hub: set {role}.path to a directory, or {role}.revision to a commit"
         )
     folder, _ = download(model.path, "model", MODEL_FILES, model.revision)
-    return config.model_copy(update={role: model.model_copy(update={"path": str(folder)})})
+    return model.model_copy(update={"path": str(folder)})
 
 
 def _require_model_directory(key: str, path: Path) -> None:
@@ -127,6 +142,32 @@ def teacher_stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...] | 
     return tokenizer.stop_token_ids
 
 
+def named_teacher_stops(
+    config: Config, tokenizer: Tokenizer, teacher: Tokenizer | None
+) -> dict[str, tuple[int, ...]]:
+    """The ids that end the responses of each of `teacher.models`.
+
+    Args:
+        teacher: the tokenizer of `teacher.path`, which writes what the teachers read of their own.
+
+    Raises:
+        UserError: another vocabulary than the student's, or another chat template than it has.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    reads_own = config.teacher and (config.teacher.prompt or config.has_environment)
+    for name in config.teacher.models if config.teacher else ():
+        one = config.with_teacher(name)
+        own = load_teacher_tokenizer(one)
+        found[name] = teacher_stop_ids(one, tokenizer) or ()
+        used = teacher or tokenizer
+        if reads_own and own and own.render_prompt("1+1") != used.render_prompt("1+1"):
+            raise UserError(
+                f"teacher.models.{name} has another chat template than teacher.path, which writes "
+                "teacher.prompt and episodes for all: drop teacher.prompt, or serve this teacher"
+            )
+    return found
+
+
 def load_teacher_prompt(
     config: Config, tokenizer: Tokenizer, objective: SourceObjectives
 ) -> TeacherPrompt | None:
@@ -176,7 +217,8 @@ def _teacher_window(config: Config) -> int | None:
     teacher = config.teacher
     assert teacher is not None
     if not teacher.is_served:
-        return configured_architecture(config.teacher_model or teacher).max_positions
+        models = [config.teacher_model or teacher, *teacher.models.values()]
+        return min(configured_architecture(model).max_positions for model in models)
     if teacher.path is None or not (Path(teacher.path) / "config.json").is_file():
         return None
     window = decoder_settings(read_fields(teacher.path)[1]).get("max_position_embeddings")
@@ -349,9 +391,8 @@ def refuse_unused_expert_ranks(config: Config, student: Architecture) -> None:
 
     Check a full run only. A cold start has the same ranks but no teacher.
     """
-    models = [student]
-    if config.teacher_model and config.teacher and not config.teacher.is_served:
-        models.append(configured_architecture(config.teacher_model))
+    teachers = [own for role, own in config.models_in_trainer.items() if role != "student"]
+    models = [student, *map(configured_architecture, teachers)]
     if config.parallel.expert > 1 and all(model.experts is None for model in models):
         names = " and ".join(model.model_type for model in models)
         raise UserError(

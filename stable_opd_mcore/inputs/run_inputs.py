@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from stable_opd_mcore.config.schema import Config, ModelConfig
-from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.environment_names import environments_of
 from stable_opd_mcore.data.prompts import PromptSet
@@ -27,6 +27,7 @@ from stable_opd_mcore.inputs.loading import (
     load_rollout_prompts,
     load_teacher_tokenizer,
     load_tokenizer,
+    named_teacher_stops,
     teacher_stop_ids,
     with_download,
 )
@@ -109,8 +110,21 @@ class RunInputs:
         return teacher_stop_ids(self.config, self.tokenizer)
 
     @once
+    def named_stops(self) -> dict[str, tuple[int, ...]]:
+        """Those of each of `teacher.models`."""
+        return named_teacher_stops(self.config, self.tokenizer, self.teacher_tokenizer)
+
+    @property
+    def all_teacher_stops(self) -> tuple[int, ...] | None:
+        """The ids that end a response of any teacher; None without one."""
+        if self.teacher_stops is None:
+            return None
+        named = self.named_stops.values()
+        return tuple(dict.fromkeys(chain(self.teacher_stops, *named)))
+
+    @once
     def objective(self) -> SourceObjectives:
-        stops = self.tokenizer.stop_token_ids, self.teacher_stops
+        stops = self.tokenizer.stop_token_ids, self.teacher_stops, self.named_stops
         objective = build_source_objectives(self.config, *stops)
         routes_of(objective)  # refuses a teacher without a source, and a source without its teacher
         return objective
@@ -145,13 +159,17 @@ class RunInputs:
         return read_architecture(path, window=student.window, rope_theta=student.rope_theta)
 
     @property
-    def models(self) -> dict[Fp8Role, tuple[ModelConfig, Architecture]]:
-        """The student, and a teacher whose architecture is known: settings and architecture."""
-        models: dict[Fp8Role, tuple[ModelConfig, Architecture]] = {
+    def models(self) -> dict[str, tuple[ModelConfig, Architecture]]:
+        """The student, and teachers whose architecture is known: settings and architecture, by the
+        keys of `Config.models_in_trainer`."""
+        models: dict[str, tuple[ModelConfig, Architecture]] = {
             "student": (self.config.student, self.architecture)
         }
         if self.config.teacher is not None and self.teacher_architecture is not None:
             models["teacher"] = self.config.teacher, self.teacher_architecture
+        for role, model in self.config.models_in_trainer.items():
+            if role not in ("student", "teacher"):
+                models[role] = model, configured_architecture(model)
         return models
 
     @once

@@ -143,6 +143,7 @@ class Objective:
     beta: float  # weight of the KL to the reference
     golden_weight: float  # weight of the golden solutions' likelihood: lambda; 1 for sft
     config: Config  # the run's; `terms.settings` is its section `objective`, or a source's own
+    teacher: str | None = None  # see Config.teacher_of
 
     def with_loss_weights(self, beta: float, lambda_: float) -> Objective:
         """A copy with other weights: beta 0 needs no reference, lambda 0 no golden solutions."""

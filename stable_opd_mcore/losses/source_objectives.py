@@ -7,7 +7,7 @@ weighted mean of what each source's objective would give for its samples alone (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stable_opd_mcore.config.schema import Config
@@ -17,12 +17,13 @@ from stable_opd_mcore.losses.objectives import Objective, ScoresNeeded, build_ob
 from stable_opd_mcore.records import MicroBatch
 from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
+_NONE: Mapping[str, Sequence[int]] = {}
 _NEEDS: tuple[ScoresNeeded, ...] = ("none", "sampled", "topk", "hidden")  # the most come last
 
 
 @dataclass(frozen=True)
 class SourceObjectives:
-    """The objectives of `Config.objectives`, and which of them each source has."""
+    """The objectives of `Config.objectives_and_teachers`, and which of them each source has."""
 
     each: tuple[Objective, ...]  # MicroBatch.objective is a place here
     of_source: tuple[int, ...]  # for each source of data.train the place of its objective
@@ -82,7 +83,7 @@ class SourceObjectives:
 
     def sample_weights(self, facts: SampleFacts) -> SampleWeights:
         """See `Objective.sample_weights`."""
-        if len(self.each) == 1:
+        if self.config.has_one_objective:
             return self.each[0].sample_weights(facts)
         weights = [source.weight for source in self.config.data.sources]
         return token_weights.per_source(
@@ -95,18 +96,29 @@ class SourceObjectives:
 
 
 def build_source_objectives(
-    config: Config, student_stop_ids: Sequence[int], teacher_stop_ids: Sequence[int] | None
+    config: Config,
+    student_stop_ids: Sequence[int],
+    teacher_stop_ids: Sequence[int] | None,
+    named_stop_ids: Mapping[str, Sequence[int]] = _NONE,
 ) -> SourceObjectives:
     """The objectives of a run's sources; teacher_stop_ids is None without a teacher.
+
+    Args:
+        named_stop_ids: those of each of `teacher.models`.
 
     Raises:
         ConfigError: see `build_objective`; or a source names a teacher that its objective does not
             ask.
     """
-    stops = student_stop_ids, teacher_stop_ids
-    each = tuple(build_objective(config, *stops, settings) for settings in config.objectives)
-    sources = config.data.sources
-    of_source = tuple(config.objectives.index(config.objective_of(source)) for source in sources)
+    pairs, sources = config.objectives_and_teachers, config.data.sources
+    stops_of = {None: teacher_stop_ids, **named_stop_ids}
+    each = tuple(
+        replace(build_objective(config, student_stop_ids, stops_of[name], settings), teacher=name)
+        for settings, name in pairs
+    )
+    of_source = tuple(
+        pairs.index((config.objective_of(source), config.teacher_of(source))) for source in sources
+    )
     for source, place in zip(sources, of_source, strict=True):
         needs = {one.teacher_needs for one in each}
         if source.teacher and each[place].teacher_needs == "none" and needs != {"none"}:

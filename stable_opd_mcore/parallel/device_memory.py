@@ -31,6 +31,7 @@ class Part:
     tensors: Callable[[], Iterable[Tensor]]
     # Copied to the host at every move, once, or never; scratch is zero after a move to the device
     content: Literal["changes", "constant", "scratch"] = "changes"
+    takes_turns: bool = False  # on the device only while no other part of this kind is
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class _Moved:
 
 
 class DeviceMemory:
-    """The trainer's parts on one rank's device; those not in `offloaded` always stay there."""
+    """The trainer's parts on one rank's device; those not in `offloaded` stay there, unless they
+    take turns."""
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class DeviceMemory:
         device: torch.device | str = "cpu",
     ) -> None:
         self._parts = {part.name: part for part in parts}
-        self._offloaded = [part.name for part in parts if part.name in offloaded]
+        self._offloaded = [p.name for p in parts if p.name in offloaded or p.takes_turns]
         self._on_gpu = torch.device(device).type == "cuda"
         self._moved: dict[str, list[_Moved]] = {}
         self._hosts: dict[tuple[str, int], Tensor] = {}  # by storage; kept, as pinning is slow
@@ -95,6 +97,13 @@ class DeviceMemory:
                     _bytes_of(moved.tensor).zero_()
                 else:
                     _bytes_of(moved.tensor).copy_(moved.host, non_blocking=True)
+
+    def take_turn(self, name: str | None) -> None:
+        """Have this one of the parts that take turns on the device and the others on the host;
+        None: all on the host."""
+        self.keep_only(*(n for n, part in self._parts.items() if n == name or not part.takes_turns))
+        if name is not None:
+            self.bring(name)
 
     def lend(self, give_back: Callable[[], None], *, keep: Sequence[str] = ()) -> None:
         """Let this rank's servers use the device until the next `hold`, which calls `give_back`, so

@@ -44,6 +44,8 @@ class MegatronScorer(Scorer):
     # the model's head, if its shards were cut again at the student's boundaries (align_head);
     # None: as Megatron cuts it
     head: Head | None = None
+    # has the model on the device, where it takes turns with others (teacher.models)
+    take_turn: Callable[[], None] = lambda: None
     # a context for the forward pass of each micro-batch
     around: Callable[[MicroBatch], AbstractContextManager[None]] = lambda _: nullcontext()
 
@@ -63,6 +65,7 @@ class MegatronScorer(Scorer):
     ) -> list[Scores]:
         """See `Scorer.score`."""
         del samples
+        self.take_turn()
         return run_forward_backward(
             self.chunks, microbatches, self._forward_step, world=self.world, forward_only=True
         )

@@ -21,6 +21,11 @@ class Scorer:
     # this rank's shard of the output head; None off the last stage and for a served teacher
     head: Head | None = None
 
+    def head_of(self, batch: MicroBatch) -> Head | None:
+        """The head that belongs to this micro-batch's scores."""
+        del batch
+        return self.head
+
     def score(
         self, microbatches: Sequence[MicroBatch], samples: Sequence[Sample] = ()
     ) -> list[Scores]:
@@ -36,7 +41,7 @@ class Scorer:
 
 
 class ScorerOfObjectives(Scorer):
-    """One of several scorers for each objective of the run, with the same model and head.
+    """One of several scorers for each objective of the run, of the same model or of its teacher's.
 
     Args:
         scorers: for each objective its scorer; equal ones score together.
@@ -45,6 +50,9 @@ class ScorerOfObjectives(Scorer):
     def __init__(self, scorers: Sequence[Scorer]) -> None:
         self._scorers = scorers
         self.head = scorers[0].head
+
+    def head_of(self, batch: MicroBatch) -> Head | None:
+        return self._scorers[batch.objective].head
 
     def score(
         self, microbatches: Sequence[MicroBatch], samples: Sequence[Sample] = ()

@@ -4,7 +4,8 @@ A step is rollout, score, update, publish; between steps come evaluation and che
 servers take the device inside a rollout (rollout/sglang/sglang_engine.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -43,22 +44,16 @@ def device_memory(
     student: Student,
     frozen: Sequence[Module],
     heads: Sequence[Head | None],
+    in_turn: Mapping[str | None, Sequence[Module]],
 ) -> DeviceMemory:
-    """The run's parts on this rank, of which those of `memory.offload` move.
+    """The run's parts on this rank, of which those of `memory.offload` move, and teachers in turn.
 
     Args:
         frozen: model chunks of teacher and reference in the trainer.
-        heads: their output heads, which the loss needs too.
-
-    Raises:
-        ConfigError: `frozen` is to be offloaded and the run has no frozen model.
+        heads: their output heads, and those of `in_turn`, which the loss needs too.
+        in_turn: chunks of each teacher where there are several. It and the lists above may be
+            filled later.
     """
-    if "frozen" in (config.memory.offload or ()) and not frozen:
-        names = " and ".join(each.name for each in config.objectives)
-        raise ConfigError(
-            f"memory.offload names `frozen`, but objective.name={names} has no teacher or "
-            "reference with weights of its own in the trainer: leave it out"
-        )
     content = "changes" if config.frozen_models_move else "constant"
     parts = [
         Part("student", lambda: _tensors(student.chunks)),
@@ -67,8 +62,35 @@ def device_memory(
         Part("heads", lambda: [head.weight_VH for head in heads if head is not None], content),
         Part("frozen", lambda: _tensors(frozen), content),
     ]
+    if config.teacher is not None and config.teacher.models:
+        parts += [
+            Part(turn_of(name), partial(_in_turn, in_turn, name), "constant", takes_turns=True)
+            for name in (None, *config.teacher.models)
+        ]
     offloaded = [part for name in config.offloaded for part in _PARTS[name]]
     return DeviceMemory(parts, offloaded, world.device)
+
+
+def turn_of(teacher: str | None) -> str:
+    """The part of a teacher that takes turns, by its key in teacher.models; None: teacher.path."""
+    return f"teacher {teacher or ''}"
+
+
+def _in_turn(
+    in_turn: Mapping[str | None, Sequence[Module]], teacher: str | None
+) -> Iterator[Tensor]:
+    return _tensors(in_turn.get(teacher, ()))
+
+
+def refuse_idle_offload(config: Config, frozen: Sequence[Module]) -> None:
+    """Raise a ConfigError where `frozen` is to be offloaded and the run has no frozen model, or
+    only teachers that wait on the host anyway."""
+    if "frozen" in (config.memory.offload or ()) and not frozen:
+        names = " and ".join(each.name for each in config.objectives)
+        raise ConfigError(
+            f"memory.offload names `frozen`, but objective.name={names} has no teacher or "
+            "reference with weights of its own that stays in the trainer: leave it out"
+        )
 
 
 def _tensors(chunks: Sequence[Module]) -> Iterator[Tensor]:

@@ -26,6 +26,7 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
 from stable_opd_mcore.models.lora import adapt, base_only, factors_as, values_of
 from stable_opd_mcore.models.weights import random_weights
+from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, Sample
 from stable_opd_mcore.sample_facts import SampleWeights
@@ -34,6 +35,7 @@ from stable_opd_mcore.scoring.own_prompt import OwnPromptScorer
 from stable_opd_mcore.scoring.scorer import Scorer, ScorerOfObjectives
 from stable_opd_mcore.scoring.served import ServedScorer
 from stable_opd_mcore.serving.teacher import ServedTeacher
+from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.reference import Moving, MovingFactors, frozen_student, read_weights
 from stable_opd_mcore.train.samples.overlap import TOP_K, OverlapModel, OverlapPair, overlap_is_due
 from stable_opd_mcore.train.samples.sharing import pack_micro_batches
@@ -85,6 +87,10 @@ class RunModels:
         self.config, self.world, self.objective = config, world, objective
         self.vocab_size, self.progress = vocab_size, progress
         self.frozen: list[HiddenStatesGPTModel] = []  # chunks of teacher and reference
+        # chunks of the teachers that take turns, by their keys in teacher.models
+        self.in_turn: dict[str | None, list[HiddenStatesGPTModel]] = {}
+        self.heads: list[Head | None] = []  # of all these
+        self._teachers: dict[str | None, Callable[..., MegatronScorer]] = {}
         self.moving: dict[str, Moving] = {}
         fp8 = config.fp8.of("student")
         if config.student.path is not None:
@@ -112,8 +118,10 @@ class RunModels:
             as_at_start = partial(factors_as, self.student, values_of(self.student))
         self._around_start = lambda _: as_at_start()
 
-    def teacher(self) -> Scorer | None:
-        """The teacher as the objectives need it, None where they need none."""
+    def teacher(self, memory: DeviceMemory) -> Scorer | None:
+        """The teacher as the objectives need it, None where they need none. Those of
+        `teacher.models` take turns in `memory`."""
+        self._memory = memory
         asking = [one for one in self.objective.each if one.teacher_needs != "none"]
         if self.config.teacher is None or not asking:
             return None
@@ -121,27 +129,35 @@ class RunModels:
             return self._served(asking)
         return self._by_objective(
             lambda one: self._reading_its_prompt(
-                self._teacher_scorer(
+                self._teacher_scorer(one.teacher)(
                     hidden_only=one.teacher_needs == "hidden", **_asked_of_teacher(one)
-                )
+                ),
+                one.teacher,
             ),
             asking,
         )
 
     def _by_objective(
-        self, scorer_of: Callable[[Objective], Scorer], asking: Sequence[Objective]
+        self,
+        scorer_of: Callable[[Objective], Scorer],
+        asking: Sequence[Objective],
+        key_of: Callable[[Objective], object] = lambda one: (
+            one.teacher,
+            one.teacher_needs,
+            _asked_of_teacher(one),
+        ),
     ) -> Scorer:
         """The scorer of each objective; one for all of `asking` that ask for the same."""
         scorers: list[tuple[object, Scorer]] = []
         for one in asking:
-            key = one.teacher_needs, _asked_of_teacher(one)
+            key = key_of(one)
             if not any(key == known for known, _ in scorers):
                 scorers.append((key, scorer_of(one)))
         if len(scorers) == 1:
             return scorers[0][1]
 
         def found(one: Objective) -> Scorer:
-            key = one.teacher_needs, _asked_of_teacher(one)
+            key = key_of(one)
             return next((scorer for known, scorer in scorers if known == key), scorers[0][1])
 
         return ScorerOfObjectives([*map(found, self.objective.each)])
@@ -185,11 +201,11 @@ class RunModels:
         served.self_test(range(min(64, self.vocab_size)))
         return served
 
-    def _reading_its_prompt(self, scorer: Scorer) -> Scorer:
+    def _reading_its_prompt(self, scorer: Scorer, name: str | None) -> Scorer:
         """The teacher in the trainer, with `teacher.prompt` if there is one."""
-        config, teacher, model = self.config, self.config.teacher, self.config.teacher_model
-        assert teacher is not None and model is not None
-        if teacher.prompt is None:
+        config, model = self.config, self.config.with_teacher(name).teacher_model
+        assert config.teacher is not None and model is not None
+        if config.teacher.prompt is None:
             return scorer
         length = configured_architecture(model).attention_length
 
@@ -244,9 +260,9 @@ class RunModels:
             self.moving[role] = moving
         return chunks
 
-    def heads(self, *scorers: Scorer | None) -> list[Head | None]:
-        """The output heads of these scorers that are not the student's."""
-        return [scorer.head for scorer in scorers if scorer and scorer.head is not self.head]
+    def keep_heads(self, *scorers: Scorer | None) -> None:
+        """Keep the output heads of these scorers that are not the student's."""
+        self.heads += [s.head for s in scorers if s and s.head is not self.head]
 
     def behaviour(self, student: Student) -> Scorer | None:
         """The student before the step's updates, where its probabilities are compared later. The
@@ -262,6 +278,7 @@ class RunModels:
                 self.student, stop_ids=one.stop_ids, around=replaying
             ),
             [one for one in self.objective.each if one.needs_rollouts],
+            lambda one: one.stop_ids,
         )
 
     def overlap(
@@ -282,25 +299,43 @@ class RunModels:
                 stop_ids=others, top_k=top_k, columns_before=of_loss.wanted.extra_ids
             )
         else:
-            scorer = self._reading_its_prompt(self._teacher_scorer(stop_ids=others, top_k=top_k))
+            scorer = self._by_objective(
+                lambda one: self._reading_its_prompt(
+                    self._teacher_scorer(one.teacher)(stop_ids=others, top_k=top_k), one.teacher
+                ),
+                [one for one in self.objective.each if one.teacher_needs != "none"],
+                lambda one: one.teacher,
+            )
         student = self._megatron_scorer(self.student, stop_ids=own, top_k=top_k)
         return OverlapPair(OverlapModel(student, own), OverlapModel(scorer, others))
 
-    @cached_property
-    def _teacher_scorer(self) -> Callable[..., MegatronScorer]:
-        """Builds scorers on the one teacher; all share its head, cut as the student's."""
-        teacher, fp8 = self.config.teacher, self.config.fp8.of("teacher")
-        assert teacher is not None
+    def _teacher_scorer(self, name: str | None) -> Callable[..., MegatronScorer]:
+        """Builds scorers on a teacher, see `Config.teacher_of`; all share its head, cut as the
+        student's."""
+        if name not in self._teachers:
+            self._teachers[name] = self._load_teacher(name)
+        return self._teachers[name]
+
+    def _load_teacher(self, name: str | None) -> Callable[..., MegatronScorer]:
+        of_all, fp8 = self.config.teacher, self.config.fp8.of("teacher")
+        assert of_all is not None
+        teacher = of_all.named(name)
         if teacher.is_self:
             return self._self_teacher(teacher, fp8)
+        self._memory.take_turn(None)  # one is on the device at a time, also while they are loaded
         chunks = load_model(
             self.config, self.world, teacher, self.vocab_size, fp8=fp8, trainable=False
         )
-        self.frozen += chunks
         head = output_head(chunks, self.vocab_size)
         if head is not None and self.head is not None:  # both on the last stage
             head = align_head(head, like=self.head)
-        return partial(self._megatron_scorer, chunks, head=head)
+        self.heads.append(head)
+        if not of_all.models:
+            self.frozen += chunks
+            return partial(self._megatron_scorer, chunks, head=head)
+        self.in_turn[name] = chunks
+        turn = partial(self._memory.take_turn, phases.turn_of(name))
+        return partial(self._megatron_scorer, chunks, head=head, take_turn=turn)
 
     def _self_teacher(
         self, teacher: TeacherConfig, fp8: Fp8 | None

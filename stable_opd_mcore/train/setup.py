@@ -33,7 +33,7 @@ from stable_opd_mcore.rollout.sglang.server_setup import (
     refuse_expandable_segments,
     refuse_unbuildable_kernels,
 )
-from stable_opd_mcore.train.phases import device_memory
+from stable_opd_mcore.train.phases import device_memory, refuse_idle_offload
 from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.run_models import RunModels
 from stable_opd_mcore.train.student import Student
@@ -59,7 +59,7 @@ def common_settings(config: Config) -> dict[str, Any]:
     """What every rank must have, without what may differ between machines: the directory of a
     download, and where servers listen."""
     settings = by_dotted_key(config.model_dump(mode="json", by_alias=True))
-    downloaded = [key for key in ("student", "teacher") if settings.get(f"{key}.revision")]
+    downloaded = [key for key in config.models_in_trainer if settings.get(f"{key}.revision")]
     own = {"rollout.sglang.host", "rollout.sglang.port", *(f"{key}.path" for key in downloaded)}
     return {key: value for key, value in settings.items() if key not in own}
 
@@ -97,7 +97,7 @@ def build_run(
     """
     config = inputs.config
     say(f"reading prompts: {', '.join(source.path for source in config.data.sources)}")
-    tokenizer, teacher_stops, objective = inputs.tokenizer, inputs.teacher_stops, inputs.objective
+    tokenizer, objective = inputs.tokenizer, inputs.objective
     refuse_long_support(objective, tokenizer.vocab_size)
     refuse_routing_without_experts(config, inputs.architecture)
     # What the run may need later is loaded now: the guard may raise beta and lambda from 0.
@@ -107,13 +107,15 @@ def build_run(
     say(f"{len(prompts):,} prompts; loading models: {models_text(config)}")
     models = RunModels(config, world, widest, tokenizer.vocab_size, progress)
     student = Student(models.student, config.optimizer, config.train.precision)
-    teacher, reference = models.teacher(), models.reference()
-    overlap = models.overlap(teacher, tokenizer.stop_token_ids, teacher_stops)
+    memory = device_memory(config, world, student, models.frozen, models.heads, models.in_turn)
+    teacher, reference = models.teacher(memory), models.reference()
+    overlap = models.overlap(teacher, tokenizer.stop_token_ids, inputs.all_teacher_stops)
     served_teacher = models.served_teacher(teacher, overlap)
-    heads = models.heads(teacher, reference, overlap and overlap.teacher.scorer)
-    for line in attention_lines([models.student, models.frozen], largest_batch(inputs)):
+    models.keep_heads(teacher, reference, overlap and overlap.teacher.scorer)
+    refuse_idle_offload(config, models.frozen)
+    loaded = [models.student, models.frozen, *models.in_turn.values()]
+    for line in attention_lines(loaded, largest_batch(inputs)):
         say(line)
-    memory = device_memory(config, world, student, models.frozen, heads)
     rollout_prompts = load_rollout_prompts(config, tokenizer, objective)
     # What a rollout's end says, and its siblings, can be in no prompt that is sent before.
     scored_early = served_teacher is not None and rollout_prompts is None
@@ -178,7 +180,9 @@ def rewards_of(config: Config) -> Rewards:
 def models_text(config: Config) -> str:
     """The models that a run loads, from where, what is trained, what computes FP8 and gated delta
     nets, and which experts are not read in the type of their files."""
+    of_teacher = config.teacher.models if config.teacher else {}
     named: dict[str, ModelConfig | None] = {"student": config.student, "teacher": config.teacher}
+    named |= {f"teacher.models.{name}": model for name, model in of_teacher.items()}
     found = [
         f"{name} {'(random weights)' if model.path is None else model.path}"
         for name, model in named.items()

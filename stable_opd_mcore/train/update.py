@@ -89,7 +89,7 @@ def loss_of(run: Run, micro_batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tenso
         hidden_TH.index_select(0, micro_batch.rows_N),
         run.head,
         micro_batch,
-        teacher_head=run.teacher.head if run.teacher else None,
+        teacher_head=run.teacher.head_of(micro_batch) if run.teacher else None,
         reference_head=run.reference.head if run.reference else None,
         context_group=run.world.context_group,
     )

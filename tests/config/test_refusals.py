@@ -27,6 +27,20 @@ SERVED = "teacher.engine=sglang teacher.urls=[http://a:1]"
             "teacher.engine=sglang teacher.urls=[http://a:1] teacher.routes.math=[http://b:1]",
             "and teacher.routes .several.: drop one",
         ),
+        (
+            "teacher.path=self teacher.models.math.path=a",
+            r"teacher\.models with teacher\.path=self and .* set teacher\.path to one, or",
+        ),
+        ("teacher.models.math.window=9", r"teacher\.models\.math needs a path or"),
+        ("teacher.models.math.path=a", r"teacher\.models\.math scores no rows: .*drop it, or set"),
+        (
+            "teacher.models.math.path=a data.train=[{'path':a,'teacher':math}]",
+            r"so the model of teacher\.path scores no rows; set teacher\.path to one of them",
+        ),
+        (
+            "teacher.models.math.path=a data.train=[{'path':a,'teacher':code},{'path':b}]",
+            r"teacher 'code' of a is not a key of teacher\.models; name one of these: math",
+        ),
         ("teacher.engine=sglang teacher.urls=[http://a:1] teacher.window=9", "teacher.window or"),
         (
             "teacher.path=self teacher.weights=live",

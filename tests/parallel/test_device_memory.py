@@ -48,6 +48,20 @@ def test_a_constant_part_is_copied_once():
     assert weights.tolist() == [1, 1, 1, 1]
 
 
+def test_parts_that_take_turns_are_on_the_device_one_at_a_time():
+    weights = {name: torch.full((4,), float(place)) for place, name in enumerate("abs")}
+    parts = [Part(n, lambda n=n: [weights[n]], "constant", takes_turns=n != "s") for n in weights]
+    memory = DeviceMemory(parts)
+    for name in "abab":
+        memory.take_turn(name)
+        assert [memory.num_bytes()[n] for n in weights] == [
+            16 * (n in (name, "s")) for n in weights
+        ]
+        assert weights[name].tolist() == [float("ab".index(name))] * 4
+    memory.keep_only("s")  # as the next phase does
+    assert memory.num_bytes() == {"a": 0, "b": 0, "s": 16}
+
+
 def test_replaced_tensors_leave_no_host_memory():
     state = [torch.ones(4)]
     memory = DeviceMemory([Part("optimizer", lambda: state)], {"optimizer"})

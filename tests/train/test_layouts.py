@@ -138,6 +138,26 @@ SOURCES = {  # the second has no golden solutions
     "rollout": {"prompts_per_step": 8, "samples_per_prompt": 2},
 }
 EACH = objective_of_each_source()
+WIDE, DEEP = tiny_architecture(32, 4), tiny_architecture(16, 8, tie_word_embeddings=True)
+SEVERAL = {  # one objective of two teachers, another one of a third, and nobody's in between
+    "data": {
+        "train": [
+            {"path": ARITHMETIC, "name": name, "options": {"rows": 32, "seed": seed}} | own
+            for seed, (name, own) in enumerate(
+                {
+                    "wide": {"teacher": "wide", "objective": {"name": "gkd"}},
+                    "first": {"objective": {"name": "gkd"}},
+                    "deep": {"teacher": "deep"},
+                    "none": {"objective": {"name": "grpo"}},
+                }.items()
+            )
+        ]
+    },
+    "normaliser": "per_source",
+    "sampling": {"temperature": 0.8, "max_new_tokens": 8},
+    "teacher": {"models": {"wide": {"architecture": WIDE}, "deep": {"architecture": DEEP}}},
+    "rollout": {"prompts_per_step": 8, "samples_per_prompt": 2},
+}
 CASES = {
     "dense": Case(4, DENSE, ("tp2_sp_cp2", "tp2_pp2", "pp2_cp2"), sections=OFFLOADED),
     "experts": Case(4, MIXTURE, ("cp2_ep2", "ep2_pp2")),
@@ -157,6 +177,7 @@ CASES = {
     ),
     "several_sources": Case(2, DENSE, ("dp",), sections=SOURCES),
     "objectives": Case(2, DENSE, ("tp2_sp", "cp2", "pp2_vpp2"), sections=EACH),
+    "several_teachers": Case(4, DENSE, ("tp2_sp_cp2", "tp2_pp2"), sections=SEVERAL),
 }
 GROUPS = {"prompts_per_step": 8, "samples_per_prompt": 4}  # of the runs with rewards
 

@@ -1,4 +1,4 @@
-"""The gradient of sources that have an objective each, from those of runs on one source.
+"""The gradient of sources that have an objective and a teacher each, from runs on one source.
 
 Every layout trains alike on several sources: test_layouts.py. A resumed run asks for the rows at
 its cursor (test_resume.py); any cursor gives the rows of an uninterrupted run
@@ -19,12 +19,21 @@ from stable_opd_mcore.train.run import Run
 from stable_opd_mcore.train.samples.collecting import collect_samples
 from stable_opd_mcore.train.setup import build_run
 from tests.train.gradients import gradient
-from tests.train.runs import OBJECTIVES, WEIGHTS, objective_of_each_source, tiny_config
+from tests.train.runs import (
+    OBJECTIVES,
+    WEIGHTS,
+    objective_of_each_source,
+    tiny_architecture,
+    tiny_config,
+)
 
 
 def test_the_gradient_is_the_weighted_sum_of_those_of_the_sources(tmp_path):
     sampling = {"max_new_tokens": 24, "temperature": 0.7}
-    config = tiny_config(tmp_path, "mixed", sampling=sampling, **objective_of_each_source())
+    sections = objective_of_each_source()
+    sections["teacher"]["models"] = {"other": {"architecture": tiny_architecture(24, 3)}}
+    sections["data"]["train"][[*OBJECTIVES].index("taught")]["teacher"] = "other"
+    config = tiny_config(tmp_path, "mixed", sampling=sampling, **sections)
     run = build_run(RunInputs(config), start_world(config.parallel, 0))
     _, samples = collect_samples(run, TrainState(), PhaseTimer())
     kinds = {(sample.prompt_id.split(":")[0], sample.kind) for sample in samples}
@@ -36,7 +45,8 @@ def test_the_gradient_is_the_weighted_sum_of_those_of_the_sources(tmp_path):
     expected = torch.zeros_like(found)
     for name, objective in OBJECTIVES.items():
         own = [sample for sample in samples if sample.prompt_id.split(":")[0] == name]
-        part = gradient(single(run, name, objective), run, own)
+        one = single(run, name, objective)
+        part = gradient(one, one, own)
         assert part.norm() > 0
         expected += WEIGHTS[name] / sum(WEIGHTS.values()) * part
     stop_world()
@@ -44,10 +54,13 @@ def test_the_gradient_is_the_weighted_sum_of_those_of_the_sources(tmp_path):
 
 
 def single(run: Run, name: str, objective: str) -> Run:
-    """The run on one source, with its objective as the run's."""
+    """The run on one source, with its objective as the run's, and its teacher as the only one."""
     values = run.config.model_dump(by_alias=True)
     (source,) = (each for each in values["data"]["train"] if each["name"] == name)
-    for key in ("weight", "teacher", "objective", "name", "environment", "reward"):
+    models = values["teacher"].pop("models")
+    if (named := source.pop("teacher")) is not None:
+        values["teacher"]["architecture"] = models[named]["architecture"]
+    for key in ("weight", "objective", "name", "environment", "reward"):
         del source[key]
     values["data"]["train"] = source
     values |= {"objective": {"name": objective}, "normaliser": "global"}
@@ -57,4 +70,5 @@ def single(run: Run, name: str, objective: str) -> Run:
     config = parse_config(values, origin=name)
     stops = run.tokenizer.stop_token_ids
     one = build_source_objectives(config, stops, stops)
-    return replace(run, config=config, objective=one)
+    teacher = build_run(RunInputs(config), run.world).teacher  # the same random weights
+    return replace(run, config=config, objective=one, teacher=teacher)

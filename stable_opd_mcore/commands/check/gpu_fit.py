@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from stable_opd_mcore.commands.check.finding import Finding, finding
 from stable_opd_mcore.commands.plan.plan import Plan, make_plan
 from stable_opd_mcore.commands.plan.planned_run import plan_topology
-from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.inputs.loading import (
     refuse_routing_without_experts,
     refuse_unused_expert_ranks,
@@ -30,9 +29,7 @@ def layout(inputs: RunInputs) -> None:
     ranks do not divide.
     """
     config, parallel, place = inputs.config, inputs.config.parallel, inputs.place
-    models: dict[Fp8Role, Architecture] = {
-        role: model for role, (_, model) in inputs.models.items()
-    }
+    models: dict[str, Architecture] = {role: own for role, (_, own) in inputs.models.items()}
     models["reference"] = inputs.architecture
     precision = config.train.precision if place is not None and place.on_gpu else None
     for role, model in models.items():

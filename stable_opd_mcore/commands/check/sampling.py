@@ -34,6 +34,8 @@ def teacher_window(inputs: RunInputs) -> Iterator[Finding]:
     longest = inputs.config.longest_context + len(inputs.pair.student.prompt_ids)
     if inputs.config.max_turns > 1:  # an episode ends where the student's window does
         longest = min(longest, inputs.architecture.max_positions)
+    named = [model for role, (_, model) in inputs.models.items() if "." in role]
+    window = min([window, *(model.max_positions for model in named)])
     settings = inputs.config.teacher
     if settings is not None and settings.is_served:
         window -= UNUSED_POSITIONS

@@ -11,6 +11,7 @@ from typing import Literal
 
 from stable_opd_mcore.commands.plan.planned_run import PlannedRun
 from stable_opd_mcore.config.training import Fp8Role, Offloadable
+from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.placement.hardware import GIB
 from stable_opd_mcore.placement.model_size import ADAM_BYTES
 from stable_opd_mcore.placement.topology import (
@@ -129,8 +130,10 @@ def _student(run: PlannedRun, stage: int) -> Iterator[Component]:
 def _frozen(run: PlannedRun, stage: int) -> Iterator[Component]:
     """Weights of the scorers, and what one that follows the student also keeps."""
     config, element = run.config, run.element
+    if in_turn := run.turn_bytes(stage):
+        yield Component("the largest teacher's weights", max(in_turn), ("score",))
     for role, size in run.frozen.items():
-        if not run.has_own_weights(role):
+        if not run.stays(role):
             continue
         weights, fp8 = element * size.stage_parameters(stage), config.fp8.of(role)
         if fp8 is not None:
@@ -232,6 +235,9 @@ def _loss_inputs(run: PlannedRun) -> Iterator[Component]:
     if teacher and run.layout.tensor > 1 and teacher.head_rows != student.head_rows:
         copy = element * student.head_rows * teacher.architecture.hidden_size
         yield Component("teacher's head, cut as the student's", copy)
+    if run.models.in_turn:
+        width = sum(model.hidden_size for model in _teachers(run))
+        yield Component("heads of the teachers", element * student.head_rows * width)
     needed = _hidden_states_needed(run)
     widths = sum(needed.values())
     if "frozen" in run.config.offloaded:  # the loss multiplies their heads
@@ -239,6 +245,7 @@ def _loss_inputs(run: PlannedRun) -> Iterator[Component]:
             width
             for role, width in needed.items()
             if run.config.weights_of[role] not in ("student", "base")
+            and not (role == "teacher" and run.models.in_turn)
         )
         columns = element * student.head_rows * own
         yield Component("heads of the scorers", columns, ("update",))
@@ -266,8 +273,13 @@ def _loss_bytes(run: PlannedRun) -> float:
     return held + element * rows * student.head_rows * blocks
 
 
+def _teachers(run: PlannedRun) -> list[Architecture]:
+    of_section = run.models.teacher
+    return [] if of_section is None else [of_section, *run.models.in_turn.values()]
+
+
 def _hidden_states_needed(run: PlannedRun) -> dict[Fp8Role, int]:
-    """Hidden sizes of the scorers whose hidden states the loss reads."""
+    """Hidden sizes of the scorers whose hidden states the loss reads; the widest teacher's."""
     needed: dict[Fp8Role, int] = {}
     whole = any(
         each.name in ("gkd", "student_topk")
@@ -276,7 +288,7 @@ def _hidden_states_needed(run: PlannedRun) -> dict[Fp8Role, int]:
         for each in run.config.objectives
     )
     if run.models.teacher is not None and whole:
-        needed["teacher"] = run.models.teacher.hidden_size
+        needed["teacher"] = max(model.hidden_size for model in _teachers(run))
     if run.models.reference and run.config.kl.estimator == "exact":
         needed["reference"] = run.models.student.hidden_size
     return needed

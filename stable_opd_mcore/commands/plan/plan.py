@@ -27,7 +27,7 @@ from stable_opd_mcore.commands.plan.memory import (
     memory_plan,
 )
 from stable_opd_mcore.commands.plan.planned_run import PlannedRun, Work, planned_run
-from stable_opd_mcore.commands.plan.seconds import StepSeconds, step_seconds
+from stable_opd_mcore.commands.plan.seconds import StepSeconds, step_seconds, turn_seconds
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.training import Offloadable, Recompute
 from stable_opd_mcore.errors import UserError
@@ -158,6 +158,12 @@ class Plan:
         if run.published_bytes:
             frozen = f", after {_gib(run.frozen_bytes)} GiB once" if run.frozen_bytes else ""
             lines.append(f"a publish sends {run.published_bytes / GIB:.2f} GiB{frozen}")
+        if run.models.in_turn:
+            held = max(sum(run.turn_bytes(s)) for s in {0, run.layout.pipeline - 1})
+            lines.append(
+                f"{1 + len(run.models.in_turn)} teachers take turns: {_gib(held)} GiB of host "
+                f"memory for each GPU, their copies {turn_seconds(run):.1f} s of a step"
+            )
         if run.work.observed_tokens:
             lines.append(
                 f"assumed: {run.work.observed_tokens} observed tokens of an episode on average"
@@ -226,7 +232,7 @@ def offloadable(run: PlannedRun) -> tuple[Offloadable, ...]:
     absent: set[Offloadable] = set()
     if not run.config.is_colocated:
         absent.add("student")
-    if not any(map(run.has_own_weights, run.frozen)):
+    if not any(map(run.stays, run.frozen)):
         absent.add("frozen")
     return tuple(part for part in get_args(Offloadable) if part not in absent)
 
@@ -245,7 +251,8 @@ def checked_run(
     GPUs; memory is not asked."""
     run = planned_run(config, cluster, gpu, work)
     _ = run.layout  # refuses GPUs that it does not divide
-    for role, model in (("student", run.models.student), ("teacher", run.models.teacher)):
+    models = {"student": run.models.student, "teacher": run.models.teacher}
+    for role, model in (models | dict(run.models.in_turn)).items():
         if model is not None:
             refuse_layout(role, model, config.parallel)
     _ = run.topology  # refuses servers without a place
@@ -257,7 +264,8 @@ def rank_layouts(
 ) -> list[Plan]:
     """Plans of every valid layout: those that fit first, then those that cut a model least."""
     run = planned_run(config, cluster, gpu, work)
-    models = [model for model in (run.models.student, run.models.teacher) if model is not None]
+    every = (run.models.student, run.models.teacher, *run.models.in_turn.values())
+    models = [model for model in every if model is not None]
     plans = []
     for parallel in valid_layouts(models, cluster.trainer_gpus, cluster.gpus_per_node):
         changed = replace(run, config=run.config.model_copy(update={"parallel": parallel}))

@@ -9,8 +9,8 @@ Needs each model's config.json, no weights and no GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,6 @@ from stable_opd_mcore.commands.plan.known_models import model_source
 from stable_opd_mcore.config.data import TrainSource
 from stable_opd_mcore.config.objective_settings import ObjectiveConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
-from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.files.adapted import sent_names
 from stable_opd_mcore.placement.hardware import Cluster, Device, device_named
@@ -53,6 +52,8 @@ class Models:
     student: Architecture
     teacher: Architecture | None = None  # the trainer's; a served one takes no memory here
     reference: bool = False  # the student's architecture
+    # teachers that take turns with `teacher`, by their keys in Config.models_in_trainer
+    in_turn: Mapping[str, Architecture] = field(default_factory=dict[str, Architecture])
 
 
 @dataclass(frozen=True)
@@ -81,25 +82,42 @@ class PlannedRun:
         return self._size(self.models.student)
 
     @cached_property
-    def frozen(self) -> dict[Fp8Role, ModelSize]:
+    def frozen(self) -> dict[str, ModelSize]:
         """The scorers in the trainer; none where nothing is scored, as in SFT with a teacher."""
-        sizes: dict[Fp8Role, ModelSize] = {}
+        sizes: dict[str, ModelSize] = {}
         if not self.scored:
             return sizes
         if self.models.teacher is not None:
             sizes["teacher"] = self._size(self.models.teacher)
+            sizes |= {role: self._size(model) for role, model in self.models.in_turn.items()}
         if self.models.reference:
             sizes["reference"] = self.student
         return sizes
 
-    def has_own_weights(self, role: Fp8Role) -> bool:
-        """Whether the scorer has weights of its own, and not those of another model."""
-        return self.config.weights_of[role] == role
+    def stays(self, role: str) -> bool:
+        """Whether the scorer has weights of its own, and not those of another model, and takes no
+        turns."""
+        weights_of: dict[str, str] = {**self.config.weights_of}
+        in_turn = role == "teacher" and self.models.in_turn
+        return weights_of.get(role) == role and not in_turn
 
-    def of_scorer(self, role: Fp8Role) -> PlannedRun:
+    def turn_bytes(self, stage: int) -> list[float]:
+        """Weights on one GPU of each teacher that takes turns, of which it holds one at a time. The
+        heads of all stay on the last stage."""
+        if not self.models.in_turn:
+            return []
+        found: list[float] = []
+        for role, size in self.frozen.items():
+            if role != "reference":
+                held = self.element * size.stage_parameters(stage)
+                fp8 = self.config.fp8.of(role) is not None
+                found.append(held - fp8 * (self.element - 1) * size.fp8_parameters(stage))
+        return found
+
+    def of_scorer(self, role: str) -> PlannedRun:
         """The run with the sequences of this scorer: the teacher may read another prompt."""
         tokens = self.teacher_prompt_tokens
-        if role != "teacher" or tokens is None:
+        if role == "reference" or tokens is None:
             return self
         return replace(self, work=replace(self.work, prompt_tokens=tokens))
 
@@ -186,18 +204,21 @@ class PlannedRun:
         fraction = self.config.objectives[0].on_policy_fraction  # of several each has 1
         return self.sequences - math.floor(fraction * self.golden)
 
-    def scored_by(self, role: Fp8Role) -> int:
-        """Those of them that this model scores: the teacher only those whose objective asks it."""
-        if role != "teacher" or len(self.config.objectives) == 1:
+    def scored_by(self, role: str) -> int:
+        """Those of them that this model scores: a teacher only those whose objective asks it."""
+        pairs = self.config.objectives_and_teachers
+        if role == "reference" or len(pairs) == 1:
             return self.scored
-        asking = [each for each in self.config.objectives if each.asks_teacher]
-        return sum(map(self._scored_of, asking))
+        name = role.removeprefix("teacher.models.") if role != "teacher" else None
+        return sum(
+            self._scored_of(pair) for pair in pairs if pair[0].asks_teacher if pair[1] == name
+        )
 
-    def _scored_of(self, objective: ObjectiveConfig) -> int:
-        """Those of them that have this objective."""
-        sampled = self._share(self._is_sampled)
-        share = self._share(lambda source: self.config.objective_of(source) == objective)
-        return math.ceil(self.scored * share / sampled) if objective.name != "sft" else 0
+    def _scored_of(self, pair: tuple[ObjectiveConfig, str | None]) -> int:
+        """Those of them that have this objective and teacher."""
+        config, sampled = self.config, self._share(self._is_sampled)
+        share = self._share(lambda one: (config.objective_of(one), config.teacher_of(one)) == pair)
+        return math.ceil(self.scored * share / sampled) if pair[0].name != "sft" else 0
 
     @property
     def scored_rows(self) -> int:
@@ -208,9 +229,9 @@ class PlannedRun:
     def kinds(self) -> list[int]:
         """Sequences of one step that share micro-batches: first the scored ones, those of each
         objective, then others."""
-        scored = [self.scored]
-        if len(self.config.objectives) > 1:
-            scored = [*map(self._scored_of, self.config.objectives)]
+        scored, pairs = [self.scored], self.config.objectives_and_teachers
+        if len(pairs) > 1:
+            scored = [*map(self._scored_of, pairs)]
         return [count for count in (*scored, self.sequences - self.scored) if count]
 
     @property
@@ -308,7 +329,8 @@ def read_models(config: Config) -> Models:
     sizes = {name: _architecture(model, name) for name, model in models}
     student, is_self = sizes["student"], config.teacher is not None and config.teacher.is_self
     teacher = student if is_self else sizes.get("teacher")
-    return Models(student, teacher, reference=config.largest_beta > 0)
+    in_turn = {name: size for name, size in sizes.items() if name not in ("student", "teacher")}
+    return Models(student, teacher, config.largest_beta > 0, in_turn)
 
 
 def _architecture(model: ModelConfig, name: str) -> Architecture:

@@ -23,7 +23,7 @@ class StepSeconds:
     rollout: float  # the trainer waits for responses
     score: float
     update: float
-    offload: float  # copies of `memory.offload` between GPU and host, in all phases
+    offload: float  # copies between GPU and host, of `memory.offload` and of teachers in turn
 
     @property
     def total(self) -> float:
@@ -44,10 +44,13 @@ def step_seconds(run: PlannedRun) -> StepSeconds:
     # One product forward; backward one for the input's gradient and, for trained weights, another.
     products = 2 if run.config.student.lora else 3
     heads = products * student.head_flops(run.response_rows)
-    heads += sum(size.head_flops(run.scored_rows) for size in run.frozen.values())
+    heads += sum(
+        size.head_flops(run.scored_by(role) * run.work.response_tokens)
+        for role, size in run.frozen.items()
+    )
     score_seconds = run.device.matmul_seconds(score / gpus)
     update_seconds = run.device.matmul_seconds((products * forward + again + heads) / gpus)
-    offload, rollout = _offload_seconds(run), _rollout_seconds(run)
+    offload, rollout = _offload_seconds(run) + turn_seconds(run), _rollout_seconds(run)
     if run.config.rollout.has_servers and run.config.rollout.max_staleness:
         rollout = max(0.0, rollout - score_seconds - update_seconds - offload)
     return StepSeconds(rollout, score_seconds, update_seconds, offload)
@@ -55,6 +58,13 @@ def step_seconds(run: PlannedRun) -> StepSeconds:
 
 def _forward_flops(run: PlannedRun, size: ModelSize, sequences: int) -> float:
     return size.forward_flops(sequences * run.work.tokens, run.work.tokens / 2)
+
+
+def turn_seconds(run: PlannedRun) -> float:
+    """Copies of the teachers that take turns to the GPU of the slowest stage, in one step."""
+    stages = {0, run.layout.pipeline - 1}
+    most = max(sum(run.turn_bytes(stage)) for stage in stages)
+    return run.config.train.minibatches * run.device.host_seconds(most)
 
 
 def _offload_seconds(run: PlannedRun) -> float:

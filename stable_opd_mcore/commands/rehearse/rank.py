@@ -120,6 +120,8 @@ class _Inputs:
         inputs = RunInputs(self.config)
         stops = None if self.config.teacher is None else self.stop_token_ids
         inputs.parts |= {"tokenizer": self, "teacher_tokenizer": None, "teacher_stops": stops}
+        named = self.config.teacher.models if self.config.teacher else ()
+        inputs.parts["named_stops"] = dict.fromkeys(named, self.stop_token_ids)
         inputs.parts |= {"prompts": self, "held_out": None}
         return inputs
 

@@ -24,7 +24,6 @@ from stable_opd_mcore.commands.rehearse.fake_tensors import fake_tensors
 from stable_opd_mcore.commands.rehearse.fake_world import fake_world
 from stable_opd_mcore.commands.rehearse.replacing import replaced
 from stable_opd_mcore.config.schema import Config, ModelConfig
-from stable_opd_mcore.config.training import Fp8Role
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.inputs.loading import configured_architecture
 from stable_opd_mcore.models import gpt, spec
@@ -80,12 +79,12 @@ def answer() -> None:
     print(json.dumps([list(_models(config)), differences]))
 
 
-def _models(config: Config) -> dict[Fp8Role, ModelConfig]:
+def _models(config: Config) -> dict[str, ModelConfig]:
     """The models that a run builds from these layers, by their role."""
     return {"student": config.student, "reference": config.student, **config.models_in_trainer}
 
 
-def facts(config: Config, world: World, role: Fp8Role, fused: bool) -> Facts:
+def facts(config: Config, world: World, role: str, fused: bool) -> Facts:
     """Shapes, dtype and marks of every parameter and of every tensor in a checkpoint.
 
     `fused`: of Transformer Engine's layers where they are usable, else of torch's.

@@ -174,7 +174,7 @@ def with_few_layers(run: PlannedRun, layers: int | None) -> tuple[PlannedRun, in
     changes: dict[str, ModelConfig] = {}
     for name, model in run.config.models_in_trainer.items():
         fields = dict(read_fields(model_source(model, name)[0])[1])
-        size = run.student if name == "student" else run.frozen["teacher"]
+        size = run.student if name == "student" else run.frozen[name]
         of_chunk = layers or (LAYERS_WITH_EXPERTS if size.architecture.experts else None)
         chunks = layout.pipeline * layout.virtual
         if of_chunk and size.architecture.num_layers > of_chunk * chunks:
@@ -184,6 +184,9 @@ def with_few_layers(run: PlannedRun, layers: int | None) -> tuple[PlannedRun, in
         if isinstance(model, StudentConfig) and model.lora:  # its adapter has all layers
             update["lora"] = model.lora.model_copy(update={"path": None})
         changes[name] = model.model_copy(update=update)
+    if (teacher := changes.get("teacher")) and run.models.in_turn:
+        named = {n.removeprefix("teacher.models."): changes.pop(n) for n in run.models.in_turn}
+        changes["teacher"] = teacher.model_copy(update={"models": named})
     config = run.config.model_copy(update=changes)
     return replace(run, config=config, models=read_models(config)), cut
 

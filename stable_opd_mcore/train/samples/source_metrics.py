@@ -26,7 +26,7 @@ _NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def groups_of(config: Config, source_B: NDArray[np.int64] | None) -> Groups:
-    """The samples of each source and of each teacher of `teacher.routes`; none of one source."""
+    """The samples of each source and of each teacher of several; none of one source."""
     if source_B is None:
         return NO_GROUPS
     groups: dict[str, NDArray[np.bool_]] = {}
@@ -34,7 +34,7 @@ def groups_of(config: Config, source_B: NDArray[np.int64] | None) -> Groups:
     for number, source in enumerate(config.data.sources):
         name = source_name(source)
         keys = [f"source/{_NOT_IN_KEYS.sub('_', name)}"]
-        if routes:
+        if routes or config.teacher_of(source) is not None:
             keys.append(f"teacher/{_NOT_IN_KEYS.sub('_', source.teacher or name)}")
         for key in keys:
             groups[key] = groups.get(key, np.zeros(len(source_B), np.bool_)) | (source_B == number)

@@ -81,6 +81,23 @@ def test_another_padded_vocabulary_of_the_teacher_costs_a_copy_of_its_head(tmp_p
     assert name not in components(make_plan(config_7b(tmp_path, *one_rank), NODE))
 
 
+def test_of_teachers_in_turn_the_largest_is_on_the_gpu_and_all_are_on_the_host(tmp_path):
+    (small := tmp_path / "small").mkdir()
+    (small / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 4}))
+    sources = "data.train=[{path: a, solution: null}, {path: b, teacher: code}]"
+    sources = sources.replace("solution: null", "columns: {solution: null}")
+    turns = (sources, f"teacher.models.code.path={small}", "objective.name=gkd")
+    plan = make_plan(config_7b(tmp_path, *turns), NODE)
+    held, (whole,) = components(plan), plan.run.turn_bytes(0)[:1]
+    assert held["the largest teacher's weights"] == whole == held["student weights"]
+    assert held["heads of the teachers"] == 2 * 2 * 152064 / 4 * 3584
+    assert "teacher weights" not in held
+    host = sum(plan.run.turn_bytes(0))
+    assert whole < host < 2 * whole
+    assert f"2 teachers take turns: {host / GIB:.1f} GiB of host memory" in plan.table()
+    assert plan.seconds.offload == pytest.approx(host / (64e9 * 0.8))
+
+
 def test_a_guard_that_acts_needs_the_reference_from_the_start(tmp_path):
     def held(*overrides: str) -> dict[str, float]:
         return components(make_plan(config_7b(tmp_path, EMBEDDED, "kl.beta=0", *overrides), NODE))
