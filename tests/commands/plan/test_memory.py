@@ -8,6 +8,7 @@ from stable_opd_mcore.commands.plan import memory
 from stable_opd_mcore.commands.plan.plan import Plan, make_plan, offloadable
 from stable_opd_mcore.config.load import load_config
 from stable_opd_mcore.losses import output_head
+from stable_opd_mcore.placement.hardware import GIB
 from tests.commands.plan.cases import CONFIGS, NODE, QWEN_7B, config_7b
 
 EMBEDDED = "rollout.engine=embedded"
