@@ -46,6 +46,7 @@ def unknown_names(text: str) -> list[str]:
 
 def exists(name: str) -> bool:
     """Whether the page has the key or a key below it."""
+    name = re.sub(r"^(teacher\.(?:models|routes))\..*", r"\1", name)  # keys are the user's
     name = re.sub(r"^data\.train(\[\d*\]|\.{})", "data.train", name)  # one of its list
     pattern = re.escape(name)
     pattern = pattern.replace(r"\*", "[^.]+").replace(r"\{\}", "[^.]+")

@@ -87,7 +87,12 @@ def test_of_teachers_in_turn_the_largest_is_on_the_gpu_and_all_are_on_the_host(t
     (small / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 4}))
     sources = "data.train=[{path: a, solution: null}, {path: b, teacher: code}]"
     sources = sources.replace("solution: null", "columns: {solution: null}")
-    turns = (sources, f"teacher.models.code.path={small}", "objective.name=gkd")
+    turns = (
+        sources,
+        f"teacher.models.code.path={small}",
+        "objective.name=gkd",
+        "memory.offload=[]",
+    )
     plan = make_plan(config_7b(tmp_path, *turns), NODE)
     held, (whole,) = components(plan), plan.run.turn_bytes(0)[:1]
     assert held["the largest teacher's weights"] == whole == held["student weights"]
