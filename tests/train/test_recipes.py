@@ -140,6 +140,7 @@ def tiny(config: Config, directory: Path) -> tuple[str, Config]:
         values[unset] = {}
     values["tokenizer"] = {"path": "synthetic"}
     values["data"] = {"train": {"path": "synthetic:arithmetic", "options": {"rows": 16}}}
+    values["normaliser"] = "global"  # of one source
     values["sampling"]["max_new_tokens"] = 8
     values["rollout"] = {"prompts_per_step": 4, "samples_per_prompt": 2, "save": "none"}
     values["objective"]["masks"]["special_token_ids"] = tuple(
