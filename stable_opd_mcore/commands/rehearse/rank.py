@@ -38,6 +38,7 @@ from stable_opd_mcore.metrics import Metrics, Sum
 from stable_opd_mcore.models.layers import gated_delta_net
 from stable_opd_mcore.models.lora import base_only
 from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
+from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.placement.topology import WEIGHT_BUCKET_BYTES, sends_adapter
 from stable_opd_mcore.records import Prompt, Rollout, Sampling, SequenceScores
@@ -240,6 +241,7 @@ def _absent(inputs: _Inputs) -> Iterator[None]:
         replaced(collecting, own_share=lambda _world, items: items),  # all ranks'
         replaced(served_scores, dist=SimpleNamespace(get_rank=lambda _: 0)),  # it asks
         replaced(sharing, gather_objects=lambda item, _group: [item], exchange_objects=_kept),
+        replaced(DeviceMemory, keep_only=lambda *unused: None),  # teachers in turn have no bytes
         replaced(step, reduce_row_metrics=_row_metrics),
         replaced(update, reduce_row_metrics=_row_metrics),
     ):
