@@ -23,8 +23,8 @@ from stable_opd_mcore.models.description.expert_settings import Experts
 class ScoredRouter(TopKRouter):
     """Megatron's router with another choice of experts and other probabilities."""
 
-    def __init__(self, config: Any, pg_collection: Any = None, *, experts: Experts) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config: Any, *, experts: Experts, **options: Any) -> None:
+        super().__init__(config=config, **options)
         self._experts = experts
         self.choice_bias = torch.nn.Parameter(torch.zeros(experts.number), requires_grad=False)
 
