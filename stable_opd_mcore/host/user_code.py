@@ -38,6 +38,7 @@ class UserFunction:
     source: bytes  # the whole file
     neighbours: Neighbours = ()  # the files of its folder that it imports
     takes_optional: bool = False  # it has the parameter that not all such functions have
+    is_async: bool = False  # it returns an asynchronous generator
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -111,6 +112,7 @@ def read_user_function(
         if optional is not None and optional in signature.parameters:
             found, parameters = replace(found, takes_optional=True), (*parameters, optional)
         signature.bind(*parameters)
+        found = replace(found, is_async=inspect.isasyncgenfunction(function))
     except TypeError as error:
         given = f"{name}{inspect.signature(function)}"
         raise ConfigError(f"{path}: {given} cannot be called: {error}; {wanted}") from error

@@ -28,10 +28,12 @@ from stable_opd_mcore.host.worker_processes import start_user_code
 from stable_opd_mcore.rollout.environment_worker import (
     MAX_ANSWER_BYTES,
     OUT_OF_MEMORY,
+    READY,
     Answer,
     described,
     how_it_ended,
     last_answer,
+    send_answer,
 )
 from stable_opd_mcore.serving.channel import receive_message
 
@@ -58,12 +60,12 @@ def main(file: int) -> None:
             os.dup2(printed.fileno(), 1)
             os.dup2(printed.fileno(), 2)
     with suppress(EOFError, OSError):
-        channel.send_bytes(Answer().encoded())  # ready
+        send_answer(channel, READY, Answer())
         while True:
             number, *arguments = receive_message(channel)
             if arguments:
                 answer = _play(channel, number, loaded, function.path, memory_gib, *arguments)
-                channel.send_bytes(answer.encoded())
+                send_answer(channel, number, answer)
 
 
 def _play(

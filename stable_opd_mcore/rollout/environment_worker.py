@@ -1,5 +1,5 @@
 """What a process of an environment does: it holds the user's generators, one an episode, and asks
-them for answers.
+them for answers: one after another, or, of asynchronous generators, all at once in one event loop.
 
 Imports only the standard library and the user's file, and no part of a distributed run. What the
 user's code gives leaves this process as JSON of bounded size, never pickled. Not here: time limits,
@@ -8,17 +8,18 @@ replays, and which process has which episode (environments.py).
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from stable_opd_mcore.data.messages import split_parts
 from stable_opd_mcore.host.user_code import (
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from stable_opd_mcore.records import GradingFailure
 
 MAX_ANSWER_BYTES = 32 * 2**20  # JSON writes a character in up to 12
+READY = -1  # the number of the answer to the first message
 OUT_OF_MEMORY = 3  # exit code
 _CLOSING_SECONDS = 5
 _ROLES = ("user", "tool")
@@ -47,7 +49,7 @@ _EXPECTED = (
     '[{"role": "user" or "tool", "content": text}], {"restart": messages}, or, first, None or '
     '{"messages": messages, "tools": schemas}'
 )
-_Generator = Generator[Any, "Said", Any]
+_Generator = Generator[Any, "Said | None", Any] | AsyncGenerator[Any, "Said | None"]
 
 
 @dataclass(frozen=True)
@@ -94,63 +96,101 @@ class Said(str):
 
 
 class Generators:
-    """The user's generators in this process, by the keys that the trainer gave their episodes."""
+    """The user's generators in this process, by the numbers that the trainer gave their episodes.
 
-    def __init__(self, function: Callable[..., Any], file: str) -> None:
-        self._function = function
-        self._file = file
-        self._running: dict[Hashable, _Generator] = {}
+    Its methods wait only for asynchronous generators, which need an event loop; see `_at_once`.
+    """
 
-    def open(self, key: Hashable, row: Mapping[str, Any], seed: int) -> Answer:
+    def __init__(
+        self, load: Callable[..., Any], function: UserFunction, timeout_seconds: float
+    ) -> None:
+        self._function, self._is_async, self._file = load, function.is_async, function.path
+        self._timeout_seconds = timeout_seconds  # of an asynchronous answer
+        self._running: dict[int, _Generator] = {}
+
+    async def open(self, number: int, row: Mapping[str, Any], seed: int) -> Answer:
         """Begin an episode; its first answer."""
-        return self._advance(key, lambda: self._begun(key, row, seed), is_first=True)
+        return await self._advance(number, None, lambda: self._function(dict(row), seed))
 
-    def say(self, key: Hashable, text: str, truncated: bool) -> Answer:
+    async def say(self, number: int, text: str, truncated: bool) -> Answer:
         """Give the student's turn to an episode."""
-        return self._advance(key, lambda: self._running[key].send(Said(text, truncated)))
+        return await self._advance(number, Said(text, truncated))
 
-    def close(self, key: Hashable) -> Answer:
+    async def close(self, number: int) -> Answer:
         """End an episode, by its `finally`."""
-        generator = self._running.pop(key, None)
+        generator = self._running.pop(number, None)
         with suppress(BaseException):  # whatever the user's `finally` raises, nobody waits for it
-            if generator is not None:
+            if isinstance(generator, AsyncGenerator):
+                async with asyncio.timeout(self._timeout_seconds):
+                    await generator.aclose()
+            elif generator is not None:
                 generator.close()
         return Answer()
 
-    def close_all(self) -> None:
-        for key in list(self._running):
-            self.close(key)
+    async def close_all(self) -> None:
+        for number in list(self._running):
+            await self.close(number)
 
-    def _begun(self, key: Hashable, row: Mapping[str, Any], seed: int) -> Any:
-        generator: object = self._function(dict(row), seed)
-        if not isinstance(generator, Generator):
-            raise InvalidValueError(
-                f"the environment's function returned {_shown(generator)}; expected a generator: "
-                "write `said = yield observation` for each turn of the student"
-            )
-        self._running[key] = cast("_Generator", generator)
-        return next(self._running[key])
-
-    def _advance(self, key: Hashable, go_on: Callable[[], Any], is_first: bool = False) -> Answer:
+    async def _advance(
+        self, number: int, said: Said | None, begin: Callable[[], object] | None = None
+    ) -> Answer:
         try:
+            if begin is not None:
+                self._running[number] = self._generator(begin())
+            generator = self._running[number]
             try:
-                return _answer_of(go_on(), is_first)
-            except StopIteration as end:
-                return last_answer(end.value)
+                if isinstance(generator, AsyncGenerator):
+                    yielded = await self._yielded(generator, said)
+                    is_last = _is_return(yielded)
+                    answer = last_answer(yielded) if is_last else _answer_of(yielded, said is None)
+                else:
+                    answer = _answer_of(generator.send(said), said is None)
+            except (StopIteration, StopAsyncIteration) as end:
+                answer = last_answer(getattr(end, "value", None))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except InvalidValueError as error:
-            failed = Answer(reward=0.0, failure="invalid", reason=str(error))
-        except Exception as error:  # the user's code may raise anything
+            answer = Answer(reward=0.0, failure="invalid", reason=str(error))
+        except _TooLateError:
+            reason = took_too_long(self._timeout_seconds)
+            answer = Answer(reward=0.0, failure="timeout", reason=reason)
+        except (Exception, asyncio.CancelledError) as error:  # the user's code may raise anything
             traceback.print_exc()  # to the log
-            failed = Answer(reward=0.0, failure="crash", reason=described(error, self._file))
+            answer = Answer(reward=0.0, failure="crash", reason=described(error, self._file))
         except BaseException:
             os._exit(1)
-        self.close(key)
-        return failed
+        if answer.is_last:
+            await self.close(number)
+        return answer
+
+    def _generator(self, given: object) -> _Generator:
+        if not isinstance(given, AsyncGenerator if self._is_async else Generator):
+            raise InvalidValueError(
+                f"the environment's function returned {_shown(given)}; expected a generator: "
+                "write `said = yield observation` for each turn of the student"
+            )
+        return cast("_Generator", given)
+
+    async def _yielded(self, generator: AsyncGenerator[Any, Said | None], said: Said | None) -> Any:
+        limit = asyncio.timeout(self._timeout_seconds)
+        try:
+            async with limit:
+                return await generator.asend(said)
+        except TimeoutError as error:
+            if limit.expired():  # and the user's code has raised none
+                raise _TooLateError from error
+            raise
 
 
-def described(error: Exception, file: str) -> str:
+class _TooLateError(Exception):
+    """An asynchronous answer took longer than the limit."""
+
+
+def took_too_long(timeout_seconds: float) -> str:
+    return f"an answer took longer than environment.timeout_seconds={timeout_seconds:g}"
+
+
+def described(error: BaseException, file: str) -> str:
     """The error, and the last line of the user's file that led to it."""
     text = f"{type(error).__name__}: {error!s:.300}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -177,7 +217,8 @@ def last_answer(returned: object) -> Answer:
     if reward is None or not known:
         raise InvalidValueError(
             f"the episode returned {_shown(returned)}; expected its reward, a finite number, or "
-            "(reward, text), (reward, {name: number}) or all three: end it with `return reward`"
+            "(reward, text), (reward, {name: number}) or all three: end it with `return reward`, "
+            "or in an async def, where Python takes no `return` of a value, with `yield reward`"
         )
     metrics: dict[str, float] = {}
     for name, value in cast("Mapping[Any, object]", tables[0] if tables else {}).items():
@@ -190,6 +231,12 @@ def last_answer(returned: object) -> Answer:
         metrics[name] = number
     feedback = plain_text(texts[0]) if texts else None
     return Answer(reward=reward, metrics=metrics, feedback=feedback)
+
+
+def _is_return(yielded: object) -> bool:
+    """Whether an asynchronous generator, which cannot return a value, yields what others return."""
+    parts = cast("Sequence[object]", yielded if isinstance(yielded, tuple | list) else [yielded])
+    return bool(parts) and as_number(parts[0]) is not None
 
 
 def _answer_of(yielded: object, is_first: bool) -> Answer:
@@ -284,38 +331,84 @@ def _shown(value: object) -> str:
 
 def main(file: int) -> None:
     """Answer the trainer's messages until its end of the channel closes; then end the generators,
-    this process and its children.
+    this process and its children. A message is the number of an episode and what to do with it.
 
     After twice the time limit of an answer an alarm ends the process, in C code too: the trainer,
     which keeps the limit, must be gone.
     """
     channel = Connection(file)
-    function, memory_gib, orphan_seconds, log = cast(
+    function, memory_gib, timeout_seconds, log = cast(
         "tuple[UserFunction, float, float, str]", receive_message(channel)
     )
     loaded = start_user_code({"": function}, memory_gib, log=log)[""]
     cast("TextIOWrapper", sys.stdout).reconfigure(line_buffering=True)
-    generators = Generators(loaded, function.path)
-    _answer(channel, Answer())  # ready
-    while True:
+    generators = Generators(loaded, function, timeout_seconds)
+    send_answer(channel, READY, Answer())
+    orphan_seconds = 2 * timeout_seconds + 10
+    if function.is_async:
+        asyncio.run(_serve(channel, generators, orphan_seconds))
+    else:
+        with suppress(EOFError, OSError):
+            while True:
+                message = receive_message(channel)
+                signal.setitimer(signal.ITIMER_REAL, orphan_seconds)
+                _at_once(_reply(channel, generators, *message))
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        _limit_the_end()
+        _at_once(generators.close_all())
+    os.killpg(0, signal.SIGKILL)
+
+
+async def _serve(channel: Connection, generators: Generators, orphan_seconds: float) -> None:
+    """What `main` does with asynchronous generators, whose answers it awaits together."""
+    loop, is_over, replies = asyncio.get_running_loop(), asyncio.Event(), set[asyncio.Task[None]]()
+
+    def read() -> None:
         try:
-            kind, *arguments = receive_message(channel)
+            message = receive_message(channel)
         except (EOFError, OSError):
-            _end(generators)
-        signal.setitimer(signal.ITIMER_REAL, orphan_seconds)
-        answer = getattr(generators, kind)(*arguments)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _answer(channel, answer)
+            loop.remove_reader(channel.fileno())
+            is_over.set()
+            return
+        reply = loop.create_task(_reply(channel, generators, *message))
+        replies.add(reply)
+        reply.add_done_callback(replies.discard)
+        reply.add_done_callback(watch)
+        watch()
+
+    def watch(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, orphan_seconds if replies else 0)
+
+    loop.add_reader(channel.fileno(), read)
+    await is_over.wait()
+    _limit_the_end()
+    for reply in replies:
+        reply.cancel()
+    await asyncio.gather(*replies, return_exceptions=True)
+    await generators.close_all()
 
 
-def _answer(channel: Connection, answer: Answer) -> None:
+async def _reply(
+    channel: Connection, generators: Generators, number: int, kind: str, *arguments: Any
+) -> None:
+    answer = await getattr(generators, kind)(number, *arguments)
     with suppress(OSError):  # the trainer has ended; reading says so
-        channel.send_bytes(answer.encoded())
+        send_answer(channel, number, answer)
 
 
-def _end(generators: Generators) -> NoReturn:
+def send_answer(channel: Connection, number: int, answer: Answer) -> None:
+    """Send the answer to the message with this number. Raises OSError if the trainer has ended."""
+    channel.send_bytes(b"%d %s" % (number, answer.encoded()))
+
+
+def _at_once(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that waits for nothing. No event loop runs meanwhile: the user's code may
+    have one of its own."""
+    with suppress(StopIteration):
+        coroutine.send(None)
+        raise AssertionError("it waits")
+
+
+def _limit_the_end() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process; the user may have set it
     signal.alarm(_CLOSING_SECONDS)
-    generators.close_all()
-    os.killpg(0, signal.SIGKILL)
-    sys.exit()

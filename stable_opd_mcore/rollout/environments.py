@@ -2,9 +2,13 @@
 
 A worker is a thread here and a process (environment_worker.py) that holds the generators of many
 episodes. It gives one answer after another, so that a time limit ends the one that takes too long
-and no other. Of each episode the pool keeps row, seed and the student's texts. From these it plays
-the episode again where the process has ended, and once where the episode itself has failed. If the
-environment then answers otherwise, the caller is told to begin the episode anew.
+and no other. With asynchronous generators it has many threads, each of which waits for an answer.
+Where such a process ends, any episode that waited may be the cause: each of them is played on by a
+worker that gives one answer after another.
+
+The pool keeps each episode's row, seed and the student's texts. From these it plays the episode
+again where the process has ended, and once where the episode itself has failed. If the environment
+then answers otherwise, the caller is told to begin the episode anew.
 
 Not here: tokens, limits on turns, what a failed episode means for training (the engines).
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
@@ -37,6 +42,7 @@ from stable_opd_mcore.rollout.environment_worker import Answer
 
 _MAX_FAILURES = 2  # of one episode; the last one ends it
 _EPISODES_PER_PROCESS = 1000  # then it is replaced, because environments leak memory
+_ANSWERS_AT_ONCE = 256  # of a process with asynchronous generators
 _JOIN_SECONDS = 12.0  # more than a process takes to end by itself
 _LOG = logging.getLogger(__name__)
 
@@ -57,18 +63,29 @@ class _Played:
     process: EnvironmentProcess | None = None  # where its generator has been last
     future: Future[Answer | None] | None = None  # of the last answer that was asked for
     is_closed: bool = False
+    playing: threading.Lock = field(default_factory=threading.Lock)  # it does one thing at a time
 
 
 class _Worker:
-    """A thread that takes jobs one after another, and the process that it starts for them."""
+    """Threads that take jobs one after another, and the process that they start for them."""
 
-    def __init__(self, new_process: Callable[[], EnvironmentProcess], max_opened: int) -> None:
-        self.jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()  # None: end
+    def __init__(
+        self, new_process: Callable[[], EnvironmentProcess], max_opened: int, max_asked: int
+    ) -> None:
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()  # None: end
         self.num_episodes = 0  # assigned to this worker
-        self._new_process, self._max_opened = new_process, max_opened
+        self._new_process, self._max_opened, self._max_asked = new_process, max_opened, max_asked
         self._process: EnvironmentProcess | None = None
-        self._thread = threading.Thread(target=self._work, name="environment", daemon=True)
-        self._thread.start()
+        self._starting = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._num_ended = 0  # threads
+
+    def put(self, job: Callable[[], object] | None) -> None:
+        """Give a job to a thread; None ends them, after all other jobs."""
+        self._jobs.put(job)
+        if len(self._threads) < min(self._max_asked, self.num_episodes):
+            self._threads.append(threading.Thread(target=self._work, daemon=True))
+            self._threads[-1].start()
 
     def load(self) -> tuple[bool, int]:
         """The worker with the least load gets the next episode."""
@@ -76,33 +93,40 @@ class _Worker:
         drains = process is not None and self._is_used_up(process) and bool(process.episodes)
         return drains, self.num_episodes
 
-    def process(self) -> EnvironmentProcess:
-        """The process of the next answer. Raises EnvironmentFailure if it cannot start."""
-        process = self._process
-        if process is not None:
-            is_idle = self._is_used_up(process) and not process.episodes
-            if not is_idle and not process.has_ended():
-                return process
-            process.end()
-        self._process = self._new_process()
-        self._process.load()
-        return self._process
+    def process(self, number: int) -> EnvironmentProcess:
+        """The process of an episode's next answer. Raises EnvironmentFailure if it cannot start."""
+        with self._starting:
+            process = self._process
+            is_idle = process and self._is_used_up(process) and not process.episodes
+            if process is None or is_idle or process.has_ended():
+                if process is not None:
+                    process.end()
+                process = self._process = self._new_process()
+                process.load()
+            process.episodes.add(number)
+            return process
 
     def join(self) -> None:
-        """Wait for the end of thread and process, but for no answer that takes too long."""
-        self._thread.join(_JOIN_SECONDS)
-        if self._thread.is_alive() and self._process is not None:
+        """Wait for the end of threads and process, but for no answer that takes too long."""
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if self._process is not None:
             self._process.kill()
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def _is_used_up(self, process: EnvironmentProcess) -> bool:
         return process.has_failed or process.num_opened >= self._max_opened
 
     def _work(self) -> None:
-        while (job := self.jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None:
             job()
-        if self._process is not None:
-            self._process.end()
+        self._jobs.put(None)  # for the next thread
+        with self._starting:
+            self._num_ended += 1
+            if self._process is not None and self._num_ended == len(self._threads):
+                self._process.end()
 
 
 class EnvironmentPool:
@@ -146,10 +170,14 @@ class EnvironmentPool:
         # Processes are replaced at different times, so that some worker always takes episodes.
         limits = (_EPISODES_PER_PROCESS * (1 + place / workers) for place in range(workers))
         new_process = partial(EnvironmentProcess, function, timeout_seconds, memory_gib)
+        log_of = [logs and Path(f"{logs}_worker_{number}.log") for number in range(workers + 1)]
         self._workers = [
-            _Worker(partial(new_process, logs and Path(f"{logs}_worker_{number}.log")), int(limit))
-            for number, limit in enumerate(limits)
+            _Worker(
+                partial(new_process, log), int(limit), _ANSWERS_AT_ONCE if function.is_async else 1
+            )
+            for log, limit in zip(log_of, limits, strict=False)
         ]
+        self._one_by_one = _Worker(partial(new_process, log_of[-1]), _EPISODES_PER_PROCESS, 1)
 
     def open(
         self, key: Hashable, row: Mapping[str, Any], seed: int, is_counted: bool = True
@@ -181,7 +209,7 @@ class EnvironmentPool:
             if episode is not None:
                 self._forget(episode)
                 assert episode.worker is not None
-                episode.worker.jobs.put(lambda: self._close(episode.process, episode))
+                episode.worker.put(partial(self._give_up, episode))
 
     def take_counts(self) -> Counter[str]:
         """Counts since the last call: `answers`, `replays`, `not_repeatable`, and the failed
@@ -197,9 +225,10 @@ class EnvironmentPool:
             futures = [episode.future for episode in self._episodes.values() if episode.future]
         for future in futures:
             future.cancel()
-        for worker in self._workers:
-            worker.jobs.put(None)
-        for worker in self._workers:
+        workers = (*self._workers, self._one_by_one)
+        for worker in workers:
+            worker.put(None)
+        for worker in workers:
             worker.join()
 
     # ---- with the lock held
@@ -220,7 +249,7 @@ class EnvironmentPool:
             others = [worker for worker in self._workers if worker is not unlike]
             episode.worker = min(others or self._workers, key=_Worker.load)
             episode.worker.num_episodes += 1
-        episode.worker.jobs.put(partial(self._play, episode.worker, episode, future))
+        episode.worker.put(partial(self._play, episode.worker, episode, future))
 
     def _forget(self, episode: _Played) -> None:
         if not episode.is_closed and episode.worker is not None:
@@ -232,7 +261,7 @@ class EnvironmentPool:
         self, episode: _Played, future: Future[Answer | None], failure: EnvironmentFailure
     ) -> bool:
         """Whether another worker, where there is one, plays an episode after this failure."""
-        episode.num_failures += 1
+        episode.num_failures += not failure.is_shared
         if not self._has_warned:
             _LOG.warning("an environment failed; later failures are not logged: %s", failure)
             self._has_warned = True
@@ -241,6 +270,9 @@ class EnvironmentPool:
             return False
         worker.num_episodes -= 1
         episode.worker = episode.process = None
+        if failure.is_shared or worker is self._one_by_one:
+            episode.worker = self._one_by_one
+            episode.worker.num_episodes += 1
         self._count_replay(episode)
         self._assign(episode, future, unlike=worker)
         return True
@@ -266,12 +298,13 @@ class EnvironmentPool:
 
     def _play(self, worker: _Worker, episode: _Played, future: Future[Answer | None]) -> None:
         """Set the future to the episode's next answer, unless another worker has to play it."""
-        if episode.is_closed:
-            future.cancel()
-        if future.cancelled():
-            return
         try:
-            answer = self._answer(worker, episode)
+            with episode.playing:
+                if episode.is_closed:
+                    future.cancel()
+                if future.cancelled():
+                    return
+                answer = self._answer(worker, episode)
         except EnvironmentFailure as failure:
             if not self._has_started:
                 set_future(future, cannot_start(self._function))
@@ -293,7 +326,7 @@ class EnvironmentPool:
 
     def _answer(self, worker: _Worker, episode: _Played) -> Answer | None:
         """The answer to the student's last turn, after those that this process has not seen."""
-        process, taken = worker.process(), len(episode.answers)
+        process, taken = worker.process(episode.number), len(episode.answers)
         self._has_started = True
         if episode.process is not process:
             if episode.process is not None:
@@ -313,6 +346,10 @@ class EnvironmentPool:
                 self._close(process, episode)
                 return None
         return answer
+
+    def _give_up(self, episode: _Played) -> None:
+        with episode.playing:
+            self._close(episode.process, episode)
 
     def _close(self, process: EnvironmentProcess | None, episode: _Played) -> None:
         """Close the episode's generator where the process has it. Nobody waits for that."""

@@ -46,7 +46,8 @@ def played(episode, *turns):
 
 
 def test_each_block_has_a_test():
-    assert list(FILES) == ["guess.py", "frozen_lake.py", "tools.py", "mcp_tools.py", "open_env.py"]
+    others = ["frozen_lake.py", "tools.py", "mcp_tools.py", "open_env.py"]
+    assert list(FILES) == ["guess.py", "service.py", *others]
     assert [language for language, _ in OTHERS] == ["python", "yaml"]
 
 
@@ -56,6 +57,11 @@ def test_the_first_example_is_played_by_hand_and_in_a_pool(capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines()[1] == "Higher."
     config = run_with(**yaml.safe_load(OTHERS[1][1]))
     assert (config.environment.max_turns, config.environment.max_new_tokens) == (5, 64)
+    service = read_user_function("envs/service.py:episode", ("row", "seed"))
+    pool = EnvironmentPool(service, workers=1)
+    assert pool.open("a", {"answer": "5"}, 0).result(60).observed is None
+    assert pool.say("a", "It is 5").result(60).reward == 1
+    pool.shutdown()
     pool = EnvironmentPool(config.environment.read(), workers=1)
     try:
         assert pool.open("a", {"number": 7}, 0).result(60).observed

@@ -15,7 +15,7 @@ import pytest
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.user_code import read_user_function
-from stable_opd_mcore.rollout import environments
+from stable_opd_mcore.rollout import environment_process, environments
 from stable_opd_mcore.rollout.environment_worker import Answer
 from stable_opd_mcore.rollout.environments import EnvironmentPool
 from tests.processes import wait_until_ended
@@ -81,6 +81,26 @@ def in_this_process(row, seed):
     yield None
     return 1
 """
+
+
+# The same, as asynchronous generators; "block" hangs the event loop of all.
+ASYNC = (
+    FILE.replace("def ", "async def ")
+    .replace("    return ", "    yield ")
+    .replace("while True: pass", "await __import__('asyncio').sleep(60)")
+    .replace(
+        '    if how == "kill"',
+        '    if how == "block":\n            while True: pass\n        if how == "kill"',
+    )
+    + """
+async def sleep(row, seed):
+    import asyncio
+    said = yield None
+    await asyncio.sleep(2)
+    yield "again"
+    yield (0.5, {"slept": 2})
+"""
+)
 
 
 def get(future: Future[Answer | None]) -> Answer | None:
@@ -193,6 +213,7 @@ def test_a_process_killed_between_steps_costs_no_episode_anything(pool_of, kille
     assert pool.take_counts() == Counter(answers=8, replays=3)
 
 
+@pytest.mark.parametrize("source", [FILE, ASYNC], ids=["generator", "async"])
 @pytest.mark.parametrize(
     ("how", "failure", "reason"),
     [
@@ -204,9 +225,9 @@ def test_a_process_killed_between_steps_costs_no_episode_anything(pool_of, kille
     ],
 )
 def test_an_episode_that_fails_is_played_again_once(
-    pool_of, tmp_path, caplog, how, failure, reason
+    pool_of, tmp_path, caplog, how, failure, reason, source
 ):
-    pool = pool_of(FILE, "fail", timeout_seconds=2.0 if how == "hang" else 20.0)
+    pool = pool_of(source, "fail", timeout_seconds=2.0 if how == "hang" else 20.0)
     for key in ("other", "once", "twice"):
         assert get(pool.open(key, {}, 0)) == Answer()
         assert texts(get(pool.say(key, ""))) == [("user", "go on")]
@@ -224,6 +245,26 @@ def test_an_episode_that_fails_is_played_again_once(
         pool.say("twice", "")
     (warned,) = caplog.messages
     assert re.search(reason, warned)
+
+
+def test_asynchronous_episodes_wait_together_and_a_blocked_loop_fails_only_one(
+    pool_of, monkeypatch
+):
+    pool = pool_of(ASYNC, "sleep", workers=2)
+    [get(future) for future in [pool.open(key, {}, 0) for key in range(32)]]
+    start = time.monotonic()
+    found = [get(future) for future in [pool.say(key, "") for key in range(32)]]
+    assert time.monotonic() - start < 8, "32 times two seconds"
+    assert {texts(each)[0][1] for each in found} == {"again"}
+    assert get(pool.say(0, "")) == Answer(reward=0.5, metrics={"slept": 2.0})
+
+    monkeypatch.setattr(environment_process, "_CLOSING_SECONDS", 1.0)
+    pool = pool_of(ASYNC, "fail", workers=2, timeout_seconds=2.0)
+    [get(future) for future in [pool.open(key, {}, 0) for key in range(6)]]
+    saying = [pool.say(key, "block" if key == 3 else "") for key in range(6)]
+    found = [get(future) for future in saying]
+    assert [each.failure for each in found] == [None] * 3 + ["timeout"] + [None] * 2
+    assert {get(pool.say(key, "end")).reward for key in (0, 1, 2, 4, 5)} == {1}
 
 
 def test_an_error_is_played_again_in_another_process(pool_of):
@@ -262,8 +303,9 @@ def test_failures_of_an_episode_that_begins_anew_count_on(pool_of, tmp_path):
     assert (found.reward, found.failure) == (0.0, "crash")
 
 
-def test_closed_episodes_run_their_finally(pool_of, tmp_path):
-    pool = pool_of(FILE, "is_closed", timeout_seconds=1.0)
+@pytest.mark.parametrize("source", [FILE, ASYNC], ids=["generator", "async"])
+def test_closed_episodes_run_their_finally(pool_of, tmp_path, source):
+    pool = pool_of(source, "is_closed", timeout_seconds=1.0)
     files = [tmp_path / name for name in "abc"]
     for key, file in enumerate(files):
         get(pool.open(key, {"file": str(file), "hangs": key == 1}, 0))
@@ -330,8 +372,9 @@ def test_each_worker_has_a_file_of_what_its_episodes_print_and_raise(tmp_path):
         assert text.count(f"it said {said}\n") == text.count(f"KeyError: '{said}'\n") == 2
 
 
-def test_shutdown_closes_generators(pool_of, tmp_path):
-    pool = pool_of(FILE, "is_closed")
+@pytest.mark.parametrize("source", [FILE, ASYNC], ids=["generator", "async"])
+def test_shutdown_closes_generators(pool_of, tmp_path, source):
+    pool = pool_of(source, "is_closed")
     get(pool.open("a", {"file": str(tmp_path / "file")}, 0))
     pool.shutdown()
     assert (tmp_path / "file").read_text() == "closed"
