@@ -223,7 +223,7 @@ class Publisher:
             outcome,
             verified=tuple(stamped),
             failed=outcome.failed | failed | refused,
-            different=differing | outcome.different,
+            different={**differing, **outcome.different},
         )
 
     def _label(self, version: int) -> str:
