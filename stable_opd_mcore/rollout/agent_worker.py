@@ -25,14 +25,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from stable_opd_mcore.host.user_code import InvalidValueError, UserFunction
 from stable_opd_mcore.host.worker_processes import start_user_code
+from stable_opd_mcore.rollout.environment_answers import MAX_ANSWER_BYTES, Answer, last_answer
 from stable_opd_mcore.rollout.environment_worker import (
-    MAX_ANSWER_BYTES,
     OUT_OF_MEMORY,
     READY,
-    Answer,
     described,
     how_it_ended,
-    last_answer,
     send_answer,
 )
 from stable_opd_mcore.serving.channel import receive_message

@@ -30,12 +30,12 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.worker_processes import set_future
 from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.agent_account import lost_share
+from stable_opd_mcore.rollout.environment_answers import Answer
 from stable_opd_mcore.rollout.environment_process import (
     AgentProcess,
     EnvironmentFailure,
     cannot_start,
 )
-from stable_opd_mcore.rollout.environment_worker import Answer
 from stable_opd_mcore.rollout.episodes import WhatFollows
 from stable_opd_mcore.rollout.sessions import DOORWAY, Asked, Session, Student
 from stable_opd_mcore.serving.http_process import HTTP

@@ -19,13 +19,8 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.user_code import UserFunction
 from stable_opd_mcore.host.worker_processes import start_process
 from stable_opd_mcore.records import GradingFailure
-from stable_opd_mcore.rollout.environment_worker import (
-    MAX_ANSWER_BYTES,
-    READY,
-    Answer,
-    how_it_ended,
-    took_too_long,
-)
+from stable_opd_mcore.rollout.environment_answers import MAX_ANSWER_BYTES, Answer
+from stable_opd_mcore.rollout.environment_worker import READY, how_it_ended, took_too_long
 from stable_opd_mcore.serving.channel import send_message
 
 _LONGEST_START_SECONDS = 180.0  # the process itself limits the import of the user's file

@@ -33,12 +33,12 @@ import xxhash
 
 from stable_opd_mcore.host.user_code import UserFunction
 from stable_opd_mcore.host.worker_processes import set_future
+from stable_opd_mcore.rollout.environment_answers import Answer
 from stable_opd_mcore.rollout.environment_process import (
     EnvironmentFailure,
     EnvironmentProcess,
     cannot_start,
 )
-from stable_opd_mcore.rollout.environment_worker import Answer
 
 _MAX_FAILURES = 2  # of one episode; the last one ends it
 _EPISODES_PER_PROCESS = 1000  # then it is replaced, because environments leak memory
@@ -94,7 +94,8 @@ class _Worker:
         return drains, self.num_episodes
 
     def process(self, number: int) -> EnvironmentProcess:
-        """The process of an episode's next answer. Raises EnvironmentFailure if it cannot start."""
+        """The process that gives an episode's next answer, a new one if the last has ended. Raises
+        EnvironmentFailure if it cannot start."""
         with self._starting:
             process = self._process
             is_idle = process and self._is_used_up(process) and not process.episodes

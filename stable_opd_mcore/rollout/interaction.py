@@ -32,7 +32,7 @@ from stable_opd_mcore.metrics import Metrics, Sum
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.agent_account import COUNTS as AGENT_COUNTS
 from stable_opd_mcore.rollout.agents import AgentPool, Notes
-from stable_opd_mcore.rollout.environment_worker import Answer
+from stable_opd_mcore.rollout.environment_answers import Answer
 from stable_opd_mcore.rollout.environments import EnvironmentPool
 from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
 from stable_opd_mcore.rollout.histories import Histories

@@ -35,8 +35,8 @@ from stable_opd_mcore.data.tool_calls import ToolCalls
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.host.worker_processes import set_future
+from stable_opd_mcore.rollout.environment_answers import Answer
 from stable_opd_mcore.rollout.environment_process import EnvironmentFailure
-from stable_opd_mcore.rollout.environment_worker import Answer
 from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
 from stable_opd_mcore.rollout.histories import Histories
 

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from stable_opd_mcore.host.user_code import read_user_function
-from stable_opd_mcore.rollout.environment_worker import Answer
+from stable_opd_mcore.rollout.environment_answers import Answer
 from stable_opd_mcore.rollout.environments import EnvironmentPool
 from tests.rollout.test_environments import get, processes
 

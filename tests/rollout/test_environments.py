@@ -16,7 +16,7 @@ import pytest
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.user_code import read_user_function
 from stable_opd_mcore.rollout import environment_process, environments
-from stable_opd_mcore.rollout.environment_worker import Answer
+from stable_opd_mcore.rollout.environment_answers import Answer
 from stable_opd_mcore.rollout.environments import EnvironmentPool
 from tests.processes import wait_until_ended
 
