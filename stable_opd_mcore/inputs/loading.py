@@ -11,10 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
 
 from stable_opd_mcore.config.data import SourceConfig
-from stable_opd_mcore.config.models import TeacherConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.environment_names import OF_THE_RUN
@@ -29,7 +27,6 @@ from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
 from stable_opd_mcore.data.tokenizer_backend import has_tokenizer
 from stable_opd_mcore.data.vocabulary import read_vocabulary, same_vocabulary
 from stable_opd_mcore.errors import DataError, UserError
-from stable_opd_mcore.host.hub import MODEL_FILES, download, is_hub_id
 from stable_opd_mcore.inputs.source_uses import golden_of, uses_of
 from stable_opd_mcore.losses.source_objectives import SourceObjectives
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
@@ -41,59 +38,6 @@ from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 _TRACKERS = {"wandb": "false", "trackio": "false", "swanlab": "false", "mlflow": "null"}
 _NO_USES = dict[str, Use]()
 _log = logging.getLogger(__name__)
-
-
-M = TypeVar("M", bound=ModelConfig)
-
-
-def with_downloads(config: Config) -> Config:
-    """The config with the downloaded directories in place of hub ids of student and teacher."""
-    return with_download(with_download(config, "student"), "teacher")
-
-
-def with_download(config: Config, role: str) -> Config:
-    """The config with the downloaded directory in place of the hub id of the student or teacher.
-
-    Raises:
-        UserError: a path that is not a model directory, a hub id without a revision, or a failed
-            download.
-    """
-    model: ModelConfig | None = getattr(config, role)
-    if model is None:
-        return config
-    model = _downloaded(role, model)
-    if isinstance(model, TeacherConfig):
-        named = {k: _downloaded(f"{role}.models.{k}", each) for k, each in model.models.items()}
-        model = model.model_copy(update={"models": named})
-    return config.model_copy(update={role: model})
-
-
-def _downloaded(role: str, model: M) -> M:
-    """The model with the downloaded directory as its path, if that is a hub id."""
-    is_teacher = isinstance(model, TeacherConfig)
-    if model.path is None or (is_teacher and model.is_self):
-        return model
-    if not is_hub_id(model.path):
-        if not (is_teacher and model.is_served):
-            _require_model_directory(f"{role}.path", Path(model.path))
-        return model
-    if model.revision is None:
-        raise UserError(
-            f"{role}.path={model.path}: no such directory here, and no commit to download from the "
-            f"hub: set {role}.path to a directory, or {role}.revision to a commit"
-        )
-    folder, _ = download(model.path, "model", MODEL_FILES, model.revision)
-    return model.model_copy(update={"path": str(folder)})
-
-
-def _require_model_directory(key: str, path: Path) -> None:
-    if (path / "config.json").is_file():
-        return
-    what = "has no config.json" if path.is_dir() else "is a file" if path.exists() else "is absent"
-    raise UserError(
-        f"{key}={path} {what}; expected a model directory (config.json and safetensors), or a hub "
-        f"id owner/name with {key.removesuffix('path')}revision"
-    )
 
 
 def load_tokenizer(config: Config) -> Tokenizer:

@@ -19,6 +19,7 @@ from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.samples import context_samples, golden_samples
 from stable_opd_mcore.data.stop_ids import stop_sources
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.inputs.downloads import with_download
 from stable_opd_mcore.inputs.example_episode import Example, play_episode
 from stable_opd_mcore.inputs.loading import (
     configured_architecture,
@@ -29,7 +30,6 @@ from stable_opd_mcore.inputs.loading import (
     load_tokenizer,
     named_teacher_stops,
     teacher_stop_ids,
-    with_download,
 )
 from stable_opd_mcore.inputs.pair import EXAMPLE, ModelFiles, Pair
 from stable_opd_mcore.inputs.source_uses import routes_of
@@ -160,8 +160,8 @@ class RunInputs:
 
     @property
     def models(self) -> dict[str, tuple[ModelConfig, Architecture]]:
-        """The student, and teachers whose architecture is known: settings and architecture, by the
-        keys of `Config.models_in_trainer`."""
+        """Settings and architecture of the student and of each teacher whose architecture is known,
+        by the keys of `Config.models_in_trainer`."""
         models: dict[str, tuple[ModelConfig, Architecture]] = {
             "student": (self.config.student, self.architecture)
         }

@@ -7,6 +7,7 @@ import pytest
 
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.inputs.downloads import with_downloads
 from stable_opd_mcore.inputs.loading import (
     configured_architecture,
     load_sources,
@@ -16,7 +17,6 @@ from stable_opd_mcore.inputs.loading import (
     refuse_small_vocabulary,
     refuse_unused_expert_ranks,
     teacher_stop_ids,
-    with_downloads,
 )
 from tests.commands.check.directories import write_model
 from tests.hub_server import COMMIT, hub_server, use_hub

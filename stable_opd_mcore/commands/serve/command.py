@@ -19,6 +19,6 @@ def serve(
 
     settings = load_config(config, overrides or [])
     from stable_opd_mcore.commands.serve.serve import serve as run_servers
-    from stable_opd_mcore.inputs.loading import with_downloads
+    from stable_opd_mcore.inputs.downloads import with_downloads
 
     run_servers(with_downloads(settings), teacher=teacher, say=typer.echo)

@@ -28,7 +28,7 @@ def train(
     with importing():
         from stable_opd_mcore.commands.train.train import train as run_training
         from stable_opd_mcore.host.atomic_files import naming_disk_errors
-        from stable_opd_mcore.inputs.loading import with_downloads
+        from stable_opd_mcore.inputs.downloads import with_downloads
 
     settings = with_downloads(settings)
     said = "nothing was saved since the newest checkpoint"
