@@ -380,35 +380,3 @@ def _left_padded(contexts: Sequence[tuple[int, ...]], device: torch.device) -> T
     longest = max(map(len, contexts))
     rows = [(0,) * (longest - len(context)) + context for context in contexts]
     return torch.tensor(rows, dtype=torch.int64, device=device)
-
-
-def logprobs_of(
-    chunks: Sequence[torch.nn.Module],
-    world: World,
-    prompt: Sequence[int],
-    texts: Sequence[NDArray[np.int32]],
-) -> list[NDArray[np.float32]]:
-    """The model's log-probabilities [L] of each text's tokens [L] after the prompt.
-
-    Collective over the replica's ranks, and over those that share its experts, whose texts may be
-    others, or none.
-    """
-    size = unwrap_model(list(chunks))[0].architecture.vocab_size
-    longest = max(map(len, texts), default=1)
-    sampling = Sampling(num_samples=max(1, len(texts)), max_new_tokens=longest)
-    by_key = {row_key(0, 0, "text", index): text for index, text in enumerate(texts)}
-
-    def given(
-        logits_BV: Tensor, keys_B: Tensor, positions_B: Tensor, _: Sampling
-    ) -> tuple[Tensor, Tensor]:
-        at = [
-            (by_key[key], n) for key, n in zip(keys_B.tolist(), positions_B.tolist(), strict=True)
-        ]
-        tokens = [int(text[n]) if n < len(text) else 0 for text, n in at]
-        tokens_B = torch.tensor(tokens, device=logits_BV.device)
-        return tokens_B, logits_BV.log_softmax(dim=-1).gather(1, tokens_B[:, None])[:, 0]
-
-    engine = EmbeddedEngine(chunks, world, lambda _: "", vocab_size=size, sampler=given)
-    prompts = [Prompt("text", "", tuple(prompt))] if texts else []
-    read = engine.generate(prompts, sampling, step=0)
-    return [each.rollout_logprobs[: len(text)] for each, text in zip(read, texts, strict=True)]

@@ -17,14 +17,12 @@ from torch.nn import Module
 from stable_opd_mcore.models.weights import architecture_of
 from stable_opd_mcore.parallel.world import World, broadcast_object
 from stable_opd_mcore.records import Sampling
-from stable_opd_mcore.rollout.embedded import logprobs_of
+from stable_opd_mcore.rollout.given_texts import logprobs_of
 from stable_opd_mcore.rollout.sglang.transports import Target, ask_all
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.requests import Completion, Generation
 
 _NUM_TOKENS = 8  # given, and as many sampled
-
-
 _LOGITS_SPREAD = 3.0  # nats: the standard deviation of a language model's logits, roughly
 
 
