@@ -51,7 +51,7 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.rollout.sglang.group import DistributedTransport
 from stable_opd_mcore.rollout.sglang.server_setup import model_config, write_model_config
-from stable_opd_mcore.rollout.sglang.sync import send_weights
+from stable_opd_mcore.rollout.sglang.sync import send_weights, stamp
 from stable_opd_mcore.rollout.sglang.transports import (
     DiskTransport,
     Target,
@@ -204,14 +204,14 @@ def publish(chunks, client: TimedClient, transport: Transport, bucket_bytes: int
         chunks,
         [Target("server", client, 1)],
         transport,
-        version=version,
         label=str(version),
         dtype=torch.float32,
         bucket_bytes=bucket_bytes,
     )
-    whole = time.perf_counter() - began
     if outcome.failed:
         raise RuntimeError(f"the weights did not arrive: {outcome.failed}")
+    stamp(client, version)
+    whole = time.perf_counter() - began
     checked_from = client.spans["/weights_checker"][0][0]
     compared = client.spans["/update_weight_version"][0][0]
     verify = compared - checked_from

@@ -60,7 +60,6 @@ def run(record: Record, options: Options) -> None:
             chunks,
             [Target("receiver", SglangClient(url), 1)],
             wire.transport,
-            version=version,
             label=str(version),
             dtype=dtype,
             bucket_bytes=BUCKET_BYTES,

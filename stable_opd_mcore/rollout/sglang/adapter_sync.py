@@ -108,7 +108,6 @@ class FactorSender:
                     self.chunks,
                     lacking,
                     transport,
-                    version=None,
                     label=label,
                     dtype=self.dtype,
                     bucket_bytes=self.bucket_bytes,

@@ -206,7 +206,6 @@ class Publisher:
                 self.chunks,
                 targets,
                 transport,
-                version=None,
                 label=label,
                 dtype=self._dtype,
                 bucket_bytes=WEIGHT_BUCKET_BYTES,

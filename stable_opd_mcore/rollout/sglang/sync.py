@@ -6,7 +6,7 @@ no second copy of the model exists. The order matters, because a server may die 
 1. abort requests, begin the update
 2. send the buckets; from the first one on the server states the version "incomplete"
 3. end the update, flush the cache and verify that it is empty, compare the checksums
-4. only then stamp the new version, which Publisher does after agreement.py's comparison
+4. only then stamp the new version: Publisher does it, after agreement.py's comparison
 
 The expected checksums are computed in a second pass over the weights while the servers compute
 theirs.
@@ -60,13 +60,12 @@ def send_weights(
     targets: Sequence[Target],
     transport: Transport | None,
     *,
-    version: int | None,
     label: str,
     dtype: torch.dtype,
     bucket_bytes: int,
     tolerant: bool = False,
 ) -> Outcome:
-    """Send `targets` the weights and stamp the version on them; None: the caller will.
+    """Send `targets` the weights. The caller stamps the version (`stamp`).
 
     Collective over the tensor and pipeline ranks of one replica, and over those that hold other
     experts of the same layers (World.coupled_replicas).
@@ -97,7 +96,7 @@ def send_weights(
         take_part(chunks)  # the sender verifies
         return Outcome((), {}, 0)
     transport.close()
-    checksums, different = _verify_all(transport, sessions, chunks, dtype, version, tolerant)
+    checksums, different = _verify_all(transport, sessions, chunks, dtype, tolerant)
     transport.clean_up()
     verified = tuple(target.name for target in transport.alive)
     return Outcome(verified, dict(transport.failed), num_bytes, checksums, different)
@@ -155,11 +154,10 @@ def _verify_all(
     sessions: dict[str, _UpdateSession],
     chunks: Sequence[Module],
     dtype: torch.dtype,
-    version: int | None,
     tolerant: bool,
 ) -> tuple[dict[int, list[Checksums]], dict[str, Difference]]:
-    """End every session, compare checksums, and stamp the version on the servers that match.
-    Returns the checksums and the differences: see `Outcome`."""
+    """End every session and compare checksums. Returns the checksums and the differences: see
+    `Outcome`."""
     alive = transport.alive
     on_gpu = next(chunks[0].parameters()).is_cuda  # servers run on the trainer's kind of device
     expected = {
@@ -179,8 +177,6 @@ def _verify_all(
             different[target.name] = found
         if found is not None and not (tolerant and found.rank is not None):
             raise target.client.garbage(f"after the sync {found.reason}")
-        if version is not None:
-            stamp(target.client, version)
 
     _, unverified = ask_all([target for target in alive if target.name in answers], accept)
     transport.failed |= failed | unverified

@@ -24,7 +24,7 @@ from stable_opd_mcore.rollout.sglang.group import (
     join_group,
     prepare_nccl,
 )
-from stable_opd_mcore.rollout.sglang.sync import make_buckets, send_weights
+from stable_opd_mcore.rollout.sglang.sync import make_buckets, send_weights, stamp
 from stable_opd_mcore.rollout.sglang.transports import (
     Buffers,
     DiskTransport,
@@ -131,15 +131,19 @@ def transport_of(method: str, tmp_path):
 def publish(chunks, transport, urls, version, clients=None):
     """To receivers at `urls`, by new clients unless these are given."""
     clients = clients or [SglangClient(url) for url in urls]
-    return send_weights(
+    targets = [Target(f"receiver_{i}", client, 1) for i, client in enumerate(clients)]
+    outcome = send_weights(
         chunks,
-        [Target(f"receiver_{i}", client, 1) for i, client in enumerate(clients)],
+        targets,
         transport,
-        version=version,
         label=str(version),
         dtype=torch.bfloat16,
         bucket_bytes=BUCKET,
     )
+    for target in targets:
+        if target.name in outcome.verified:
+            stamp(target.client, version)
+    return outcome
 
 
 @pytest.mark.parametrize("method", ["distributed", "tensor", "disk"])
