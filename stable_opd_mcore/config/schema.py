@@ -147,7 +147,7 @@ class Config(Section):
 
     @property
     def objectives(self) -> tuple[ObjectiveConfig, ...]:
-        """Those of `objectives_and_teachers`."""
+        """The objectives of `objectives_and_teachers`, in its order."""
         return tuple(objective for objective, _ in self.objectives_and_teachers)
 
     @property

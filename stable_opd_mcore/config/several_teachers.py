@@ -21,7 +21,7 @@ def teachers_refusal(config: Any) -> str | None:
                 f"name one of these: {', '.join(names) or 'none'}"
             )
     used = {config.teacher_of(each) for each in config.data.sources if config.asks_teacher(each)}
-    if not models or not used:  # objectives without a teacher ignore the section
+    if not models or not used:  # no objective asks a teacher: the section has no effect
         return None
     if idle := [name for name in models if name not in used]:
         return (

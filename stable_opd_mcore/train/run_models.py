@@ -310,8 +310,8 @@ class RunModels:
         return OverlapPair(OverlapModel(student, own), OverlapModel(scorer, others))
 
     def _teacher_scorer(self, name: str | None) -> Callable[..., MegatronScorer]:
-        """Builds scorers on a teacher, see `Config.teacher_of`; all share its head, cut as the
-        student's."""
+        """A function that builds scorers on this teacher of `teacher.models`; None: on that of
+        `teacher.path`. They share its head, which is cut into shards as the student's is."""
         if name not in self._teachers:
             self._teachers[name] = self._load_teacher(name)
         return self._teachers[name]

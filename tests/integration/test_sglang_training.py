@@ -123,7 +123,7 @@ def test_data_parallel_ranks_share_the_servers_one_step_off(tmp_path, pair):
         ranks=2,
     )
     sampled = [after - start for start, after in zip(before, pair.num_generated(), strict=True)]
-    probes = 3 * 4  # two of the cache and a text, for versions 0 to 3
+    probes = 3 * 4  # each of versions 0 to 3: two requests test the cache, one samples
     assert sampled == [3 * 16 + probes] * 2  # half of a step's 32 responses each
     first, second, third = rows(run)
     assert first["importance/cut_share"] == 0
@@ -143,7 +143,7 @@ def test_ranks_share_one_server_for_rollouts_and_evaluation(tmp_path, pair):
     assert max(row["logprob/rollout_gap_max"] for row in rows(run)) < 1e-4
     published = [event["detail"] for event in events(run) if event["event"] == "published"]
     assert published == [f"version {v}" for v in range(3) for _ in range(2)]  # as each leader saw
-    probes = 3 * 3  # two of the cache and a text, for versions 0 to 2
+    probes = 3 * 3  # each of versions 0 to 2: two requests test the cache, one samples
     assert sum(pair.num_generated()) - before == 2 * 32 + 2 * 64 + probes
 
 

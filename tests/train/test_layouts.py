@@ -139,7 +139,7 @@ SOURCES = {  # the second has no golden solutions
 }
 EACH = objective_of_each_source()
 WIDE, DEEP = tiny_architecture(32, 4), tiny_architecture(16, 8, tie_word_embeddings=True)
-SEVERAL = {  # one objective of two teachers, another one of a third, and nobody's in between
+SEVERAL = {  # two teachers share an objective, a third has another, and one source asks no teacher
     "data": {
         "train": [
             {"path": ARITHMETIC, "name": name, "options": {"rows": 32, "seed": 9 - seed}} | own

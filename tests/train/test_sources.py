@@ -1,4 +1,5 @@
-"""The gradient of sources that have an objective and a teacher each, from runs on one source.
+"""The gradient of a step on several sources, each with its objective and teacher, equals the
+weighted sum of those of runs on one source.
 
 Every layout trains alike on several sources: test_layouts.py. A resumed run asks for the rows at
 its cursor (test_resume.py); any cursor gives the rows of an uninterrupted run
