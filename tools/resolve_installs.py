@@ -26,12 +26,14 @@ import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import unquote
-from urllib.request import urlopen
+from urllib.request import getproxies
 
+import httpx
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag, compatible_tags, cpython_tags
@@ -40,6 +42,7 @@ from packaging.utils import parse_wheel_filename
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACHINES = ("x86_64", "aarch64")
+RETRIES = 8  # of a name that is not found or a server that does not answer: for a minute
 TLS = ssl.create_default_context()  # made once: it reads all certificates
 
 
@@ -112,8 +115,9 @@ def main() -> int:
         lock = tomllib.loads((Path(directory) / "uv.lock").read_text())
         wanted = {install: requirements(directory, install) for install in INSTALLS}
     releases = [package for package in lock["package"] if "registry" in package["source"]]
-    with ThreadPoolExecutor(16) as pool:
-        read = pool.map(read_files, releases)
+    transport = httpx.HTTPTransport(verify=TLS, retries=RETRIES, proxy=getproxies().get("https"))
+    with httpx.Client(transport=transport, timeout=60) as index, ThreadPoolExecutor(16) as pool:
+        read = pool.map(partial(read_files, index), releases)
     files = {(one["name"], one["version"]): each for one, each in zip(releases, read, strict=True)}
     faults = [fault for install in INSTALLS for fault in check(install, wanted[install], files)]
     print("\n".join(faults))
@@ -125,6 +129,7 @@ def main() -> int:
 def run_uv(directory: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run uv there, without settings that add to PyPI; pip's index in PyPI's place is uv's too."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith("UV_")}
+    settings["UV_HTTP_RETRIES"] = str(RETRIES)
     pip = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
     configured = subprocess.run(pip, capture_output=True, text=True, check=False).stdout.strip()
     index = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("PIP_INDEX_URL") or configured
@@ -148,13 +153,13 @@ def requirements(directory: str, install: Install) -> list[Requirement]:
     return [Requirement(line) for line in exported.stdout.splitlines()]
 
 
-def read_files(package: dict[str, Any]) -> list[File]:
+def read_files(index: httpx.Client, package: dict[str, Any]) -> list[File]:
     """The files of a locked version, with the Pythons that the index gives for each."""
     url = f"{package['source']['registry']}/{package['name']}/"
-    text = urlopen(url, timeout=60, context=TLS).read().decode()
+    page = index.get(url, follow_redirects=True).raise_for_status().text
     bounds = {
         name: html.unescape((re.search('data-requires-python="([^"]*)"', link) or ["", ""])[1])
-        for link, name in re.findall("<a ([^>]*)>([^<]+)</a>", text)
+        for link, name in re.findall("<a ([^>]*)>([^<]+)</a>", page)
     }
     urls = [wheel["url"] for wheel in package.get("wheels", ())]
     urls += [package["sdist"]["url"]] if "sdist" in package else []
