@@ -5,7 +5,8 @@
 `answer` gets the secret of the path and the request, and returns the student's turn when it is
 sampled. Until then the client must hear something: after ten seconds, and every ten seconds, a
 stream gets a comment and another reply a space, which JSON allows before it. A client that hangs up
-cancels `answer`. Not here: which episode a secret belongs to, and what a request continues.
+cancels `answer`; if the turn was there by then, `undelivered` is called. Not here: which episode a
+secret belongs to, and what a request continues.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None
 MAX_BODY_BYTES = 32 * 2**20  # a text of a million tokens has about 4 MiB
 # Of a larger body, this many times MAX_BODY_BYTES are read before the connection is closed.
 _DISCARDED = 16
+# Steps of the event loop from the end of a connection, which it has to read, to that of `receive`
+_STEPS_UNTIL_GONE = 4
 KEEP_ALIVE_SECONDS = 10.0  # a first space breaks strict parsers, so there is none in most replies
 _IDLE_SECONDS = 600  # until the server closes a connection, where the next request would fail
 _BACKLOG = 4096  # connections that wait to be accepted, when an agent sends many requests at once
@@ -129,6 +132,7 @@ async def serve(application: Application, listening: socket.socket) -> None:
 
 def app(
     answer: Answer,
+    undelivered: Callable[[str, ChatRequest], object] = lambda *_: None,
     template_kwargs: Mapping[str, Any] | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
@@ -138,6 +142,7 @@ def app(
     Args:
         answer: raises RequestError for a request that gets an error. It is cancelled if the client
             hangs up.
+        undelivered: called if the client has hung up when its turn is there.
         template_kwargs: student.chat_template_kwargs, which a request may repeat.
     """
 
@@ -157,7 +162,8 @@ def app(
         except RequestError as error:
             return await connection.end(error.status, api.error(error))
         work = asyncio.ensure_future(answer(secret, request))
-        await connection.reply(work, api, form, keep_alive_seconds)
+        if not await connection.reply(work, api, form, keep_alive_seconds):
+            undelivered(secret, request)
 
     return application
 
@@ -218,22 +224,26 @@ class _Connection:
 
     async def reply(
         self, work: asyncio.Future[ChatReply], api: Api, form: openai_api.Form, seconds: float
-    ) -> None:
-        """Write what `work` returns, or its error, and keep the connection alive until then."""
+    ) -> bool:
+        """Write what `work` returns, or its error, and keep the connection alive until then. False:
+        its turn was there, but the client had gone."""
         gone = asyncio.ensure_future(self._hung_up())
         is_started = False
         try:
-            while not work.done():
+            while not work.done() and not gone.done():
                 await asyncio.wait((work, gone), timeout=seconds, return_when="FIRST_COMPLETED")
-                if work.done():
+                if work.done() or gone.done():
                     break
-                if gone.done():
-                    return
                 if not is_started:
                     await self._start(200, _EVENTS if form.streams else _JSON)
                 is_started = True
                 await self._write(api.waiting if form.streams else b" ")
+            for _ in range(_STEPS_UNTIL_GONE):
+                await asyncio.sleep(0)
+            if gone.done():
+                return not work.done() or work.exception() is not None
             await self._finish(work, api, form, is_started)
+            return True
         finally:
             gone.cancel()
             if not work.done():

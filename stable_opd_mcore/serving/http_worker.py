@@ -164,7 +164,8 @@ class Worker:
         except UserError as error:
             self._answers.put((number, error))
             return
-        work = endpoint.serve(endpoint.app(self._ask, template_kwargs), listening)
+        application = endpoint.app(self._ask, self._undelivered, template_kwargs)
+        work = endpoint.serve(application, listening)
         task = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(partial(_or_end_process, asyncio.Task[None].result))
         self._listening.add(task)
@@ -194,6 +195,9 @@ class Worker:
             raise
         finally:
             del self._calls[call.number]
+
+    def _undelivered(self, secret: str, request: ChatRequest) -> None:
+        self._answers.put((None, HungUp(AgentCall(next(self._call_numbers), secret, request))))
 
     def _answer(self, number: int, url: str, task: asyncio.Task[Any]) -> None:
         del self._tasks[number]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import threading
 import time
 from concurrent.futures import Future
@@ -238,32 +239,38 @@ def test_parallel_requests_get_one_turn_each(interact, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("again", "early", "kills"),
+    ("again", "early", "sends"),
     [
-        ({"x-stainless-retry-count": "1"}, True, False),  # while its turn is sampled
-        ({}, True, False),  # the same, without the mark: its client has gone
-        ({}, False, False),  # after its turn, which nobody has read
-        ({}, False, True),
+        ({"x-stainless-retry-count": "1"}, True, None),  # while its turn is sampled
+        ({}, True, None),  # the same, without the mark: its client has gone
+        ({}, False, None),  # after its turn, which nobody has read
+        ({}, False, signal.SIGKILL),
+        ({}, False, signal.SIGSTOP),
     ],
 )
 def test_a_retry_gets_the_turn_that_was_sampled_for_it(
-    interact, tokenizer, tmp_path, again, early, kills
+    interact, tokenizer, tmp_path, again, early, sends
 ):
-    """kills: the process that takes requests ends meanwhile; it starts again at the same port."""
+    """sends: what the process that takes requests gets meanwhile. It starts again at the same port,
+    or has the turn before it can notice that the client has gone."""
     interaction = interact("impatient")
 
     def said(number: int) -> str:
         if number == 0:
-            if kills:
-                assert HTTP._process is not None
-                HTTP._process.kill()
+            process = HTTP._process
+            assert process is not None
+            if sends is not None:
+                process.send_signal(sends)
             while not (tmp_path / "gone").exists():
                 time.sleep(0.02)
             if early:
                 (tmp_path / "go").touch()
-            time.sleep(1.5)  # until the server has noticed that the client has gone
+            if sends == signal.SIGSTOP:
+                threading.Timer(0.5, process.send_signal, (signal.SIGCONT,)).start()
+            else:
+                time.sleep(1.5)  # until the server has noticed that the client has gone
             if not early:
-                threading.Timer(0.5, (tmp_path / "go").touch).start()
+                threading.Timer(1.0, (tmp_path / "go").touch).start()
         return f"turn {number}"
 
     row = {"folder": str(tmp_path), "again": again}

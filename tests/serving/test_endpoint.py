@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import logging
+import socket
 import threading
 
 import httpx
@@ -167,6 +168,33 @@ def test_a_client_that_hangs_up_cancels_its_turn(body, keep_alive):
             )
         assert seen.wait(5)
         assert cancelled.wait(5)
+
+
+def test_a_reply_whose_client_has_gone_is_told():
+    """It is there before the loop, which is busy, has read the end of the connection."""
+    seen, gone, told = threading.Event(), threading.Event(), []
+
+    async def answer(secret, request):
+        seen.set()
+        assert gone.wait(5)
+        return await echo(secret, request)
+
+    def undelivered(secret, request):
+        told.append((secret, request.messages[-1]["content"]))
+
+    with agent_url(answer, undelivered=undelivered) as base_url:
+        url = httpx.URL(base_url)
+        for text in ("over", "lost"):  # an error is no turn
+            body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+            head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: a\r\n"
+            with socket.create_connection((url.host, url.port)) as client:
+                client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                assert seen.wait(5)
+            seen.clear()
+            gone.set()
+            assert httpx.post(f"{base_url}/chat/completions", json=BODY).status_code == 200
+            gone.clear()
+    assert told == [("secret", "lost")]
 
 
 def test_a_thousand_calls_at_once_are_all_answered():
