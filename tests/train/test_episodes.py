@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from stable_opd_mcore.commands.evaluate.evaluate import evaluate_config
 from stable_opd_mcore.commands.evaluate.evaluated_model import evaluation_config
+from stable_opd_mcore.commands.score.grading_files import FileGradingSettings, grade_files
+from stable_opd_mcore.commands.score.grading_summary import table
 from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
 from stable_opd_mcore.errors import UserError
@@ -108,6 +110,7 @@ def play_agents(rank: int, world_size: int, directory: str) -> None:
         section = {"function": f"{directory}/{function}", "workers": 2, "timeout_seconds": 200}
         given = {"environment": section, "train": {"steps": 1}, "evaluation": {"every": 0}}
         played(directory, name, **given)
+    evaluate_config(evaluation_config(Path(directory) / "page"), lambda _: None)
     store_turn_by_turn(Path(directory) / "tree", Path(directory) / "split")
     for name in ("tree", "split"):
         stored = {"engine": "replay", "replay_from": f"{directory}/{name}"}
@@ -139,6 +142,15 @@ def test_agents_train_and_each_token_counts_once_whatever_its_context(tmp_path):
         assert 1 <= row["rollout/turns_mean"] <= 2
         assert row["environment/continued"] + row["environment/begun"] > 12
         assert row["environment/rewritten"] == 0
+    (results,) = (tmp_path / "page").glob("evaluation/*/results.json")
+    accuracy = json.loads(results.read_text())["benchmarks"]["held_out"]["accuracy"]
+    scored = grade_files(
+        [*results.parent.glob("responses/held_out/part_*")],
+        tmp_path / "page.score",
+        FileGradingSettings(),
+    )
+    assert scored["all"]["numbers"]["accuracy"] == pytest.approx(accuracy)
+    assert "4 of 4 rows are episodes" in table(scored)
     rollouts = read_rollouts(RunDirectory(tmp_path / "tree").rollouts(1))
     assert sum(turn.restarts for one in rollouts for turn in one.turns[1:]) > len(rollouts)
     whole, split = (metrics_of(tmp_path / f"replay_{name}")[0] for name in ("tree", "split"))

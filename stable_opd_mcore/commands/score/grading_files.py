@@ -205,5 +205,13 @@ def _measured(
     length = len(row.response if token_ids is None else token_ids)
     if finish is None and max_length is not None:
         finish = Ending.LENGTH if length >= max_length else Ending.STOP
-    response = measure(row.response, token_ids, limits, finish_reason=finish, reward=None)
-    return {"id": row.id, "group": row.group, "right_in_loop": False} | asdict(response)
+    response = measure(
+        row.response,
+        token_ids,
+        limits,
+        finish_reason=finish,
+        reward=row.reward,
+        grading_failure=row.grading_failure,
+    )
+    about = {"id": row.id, "group": row.group, "is_episode": row.reward is not None}
+    return about | {"right_in_loop": False} | asdict(response)

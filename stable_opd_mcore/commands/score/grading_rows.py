@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, BinaryIO, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
 
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.evaluation.answers import same_letters
 from stable_opd_mcore.evaluation.grading import GradingItem
 from stable_opd_mcore.host.printable_text import printable_line
-from stable_opd_mcore.records import AnswerFormat
+from stable_opd_mcore.records import AnswerFormat, GradingFailure
 
 MAX_LINE_BYTES = 64 * 2**20
 NO_COLUMN = "none"  # a column's name: do not look for one
@@ -43,6 +43,8 @@ _ENDINGS: dict[str, Ending] = {
 # names may mean anything.
 _OF_A_RUN = ("answer_format", "opens_thinking")
 _MARK_OF_A_RUN = "prompt_token_ids"
+_OF_AN_EPISODE = ("reward", "grading_failure")  # which an environment or an agent has rewarded
+_MARK_OF_AN_EPISODE = "seed"
 _MISSING = object()
 
 
@@ -110,9 +112,11 @@ class ResponseRow(BaseModel):
     group: _Name = None
     answer_format: AnswerFormat = "boxed"
     opens_thinking: bool = False
+    reward: FiniteFloat | None = None  # of an episode: the text is not graded
+    grading_failure: GradingFailure | None = None
 
     def item(self, stopped: bool) -> GradingItem | None:
-        if self.gold is None:
+        if self.gold is None or self.reward is not None:
             return None
         return GradingItem(
             self.response, self.gold, self.answer_format, self.opens_thinking, stopped
@@ -190,7 +194,8 @@ def parse_row(line: bytes | None, columns: Columns, may_lack_tokens: bool = Fals
         if value is _MISSING:
             raise RowError(f"no column {names[role]} among {_names(record)}")
     if _MARK_OF_A_RUN in record:
-        values |= {name: record[name] for name in _OF_A_RUN if name in record}
+        own = _OF_A_RUN + (_OF_AN_EPISODE if _MARK_OF_AN_EPISODE in record else ())
+        values |= {name: record[name] for name in own if name in record}
         values |= _of_last_turn(values, record.get("turns"))
     if not may_lack_tokens and "tokens" in values and values["tokens"] is None:
         raise RowError(

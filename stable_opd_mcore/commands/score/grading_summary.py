@@ -58,14 +58,15 @@ def summarise(
 ) -> dict[str, Any]:
     """What `summary.json` says about the records of a file of verdicts, in one pass.
 
-    `num_rows`, `unit` of lengths, `all` and `groups`; then for three kinds of rows, `refused`,
-    `ungraded` and `right_in_loop`, their number (`num_refused`) and the first ones: the row's
-    number, after its file's name if there are several, and the reason or its id.
+    `num_rows`, `num_episodes` among them, `unit` of lengths, `all` and `groups`; then for three
+    kinds of rows, `refused`, `ungraded` and `right_in_loop`, their number (`num_refused`) and the
+    first ones: the row's number, after its file's name if there are several, and the reason or its
+    id.
     """
     totals = _Totals(max_length)
     by_group: defaultdict[str, _Totals] = defaultdict(lambda: _Totals(max_length))
     listed: dict[str, dict[str, str | None]] = {kind: {} for kind in _LISTED}
-    counts = dict.fromkeys(("num_rows", *(f"num_{kind}" for kind in _LISTED)), 0)
+    counts = dict.fromkeys(("num_rows", "num_episodes", *(f"num_{kind}" for kind in _LISTED)), 0)
 
     def add(kind: str, record: dict[str, Any], text: str | None) -> None:
         counts[f"num_{kind}"] += 1
@@ -78,6 +79,7 @@ def summarise(
         if "refused" in record:
             add("refused", record, record["refused"])
             continue
+        counts["num_episodes"] += record["is_episode"]
         response = _RESPONSE.validate_python(record)
         totals.add(response)
         if record["group"] is not None:
@@ -108,6 +110,9 @@ def table(summary: dict[str, Any]) -> str:
     if columns:
         shown = ", ".join(f"{role} from {column}" for role, column in columns.items())
         lines.append(printable_line(f"columns: {shown}", 300))
+    if episodes := summary["num_episodes"]:
+        text = "{} of {} rows are episodes: accuracy is the reward that they got, lengths are the "
+        lines.append(f"{text.format(episodes, summary['num_rows'])}last turn's")
     for kind, heading in _LISTED.items():
         count, rows = summary[f"num_{kind}"], summary[kind]
         if kind == "ungraded" and count == summary["num_rows"] - summary["num_refused"]:

@@ -164,7 +164,12 @@ def test_the_response_of_an_episode_is_its_last_turn():
     episode = {"t": [4, 5, 6, 7], "f": "length", "turns": turns}
     row = parsed(**OF_A_RUN, **episode)
     assert (row.tokens, row.finish) == ([7], "stop")
-    assert parsed(**episode).tokens == [4, 5, 6, 7]  # outside a run `turns` is any column
+    played = {"seed": 3, "reward": 0.5, "grading_failure": None}
+    assert parsed(**OF_A_RUN, **episode, **played).reward == 0.5
+    assert parsed(**OF_A_RUN, **episode, **played).item(stopped=True) is None
+    assert parsed(**OF_A_RUN, reward=0.5).reward is None  # the text of a response is graded
+    outside = parsed(**episode, **played)  # outside a run these are any columns
+    assert (outside.tokens, outside.reward) == ([4, 5, 6, 7], None)
     assert parsed(Columns("r"), **OF_A_RUN, **episode).tokens is None
     with pytest.raises(RowError, match=r"column turns is \[7\]: expected the turns of an episode"):
         parsed(**OF_A_RUN, turns=[7])

@@ -12,6 +12,7 @@ def verdict(row, length=10, reward=None, group=None, loop=0):
         "row": row,
         "id": f"r{row}",
         "group": group,
+        "is_episode": False,
         "length": length,
         "finish_reason": "length" if loop else None,
         "reward": reward,
