@@ -30,6 +30,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.worker_processes import set_future
 from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.agent_account import lost_share
+from stable_opd_mcore.rollout.agent_calls import DOORWAY
 from stable_opd_mcore.rollout.environment_answers import Answer
 from stable_opd_mcore.rollout.environment_process import (
     AgentProcess,
@@ -37,7 +38,7 @@ from stable_opd_mcore.rollout.environment_process import (
     cannot_start,
 )
 from stable_opd_mcore.rollout.episodes import WhatFollows
-from stable_opd_mcore.rollout.sessions import DOORWAY, Asked, Session, Student
+from stable_opd_mcore.rollout.sessions import Asked, Session, Student
 from stable_opd_mcore.serving.http_process import HTTP
 
 _MAX_FAILURES = 2  # after which an episode counts as failed; before, it begins anew

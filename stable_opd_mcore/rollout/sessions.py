@@ -3,14 +3,13 @@
 A session stands between an engine, which asks what follows a turn (`observe`), and the agent's
 requests (`called`). Requests come again, when a client has given up: a request that was sent before
 gets the turn that it got or will get, if it says that it is a retry, or if nobody got that turn.
-Any other one gets another turn. Not here: processes and threads (agents.py), which context a
-request continues (histories.py).
+Any other one gets another turn. Not here: processes and threads (agents.py), how a request comes
+here and who waits for it (agent_calls.py), which context it continues (histories.py).
 """
 
 from __future__ import annotations
 
 import secrets
-import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
@@ -28,19 +27,17 @@ from stable_opd_mcore.data.chat_api import (
     RequestError,
     context_full,
     episode_over,
-    unknown_episode,
 )
 from stable_opd_mcore.data.thoughts import opens_thinking
 from stable_opd_mcore.data.tool_calls import ToolCalls
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.host.worker_processes import set_future
+from stable_opd_mcore.rollout.agent_calls import DOORWAY, Call, Clock
 from stable_opd_mcore.rollout.environment_answers import Answer
 from stable_opd_mcore.rollout.environment_process import EnvironmentFailure
 from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
 from stable_opd_mcore.rollout.histories import Histories
-
-_MAX_OVER = 10_000  # ended episodes whose URLs are remembered
 
 
 class Pool(Protocol):
@@ -71,38 +68,6 @@ class Pool(Protocol):
         ...
 
 
-class Doorway:
-    """Finds the session that a URL belongs to. The one of this process, `DOORWAY`, is safe to use
-    from many threads."""
-
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-        self._over: deque[str] = deque(maxlen=_MAX_OVER)
-
-    def open(self, session: Session) -> None:
-        self._sessions[session.secret] = session
-
-    def close(self, session: Session) -> None:
-        if self._sessions.pop(session.secret, None) is not None:
-            self._over.append(session.secret)
-
-    def call(self, secret: str, request: ChatRequest) -> Future[ChatReply]:
-        """See `Agents` of serving/http_process.py."""
-        reply = Future[ChatReply]()
-        if (session := self._sessions.get(secret)) is not None:
-            session.pool.post(session.called, request, reply)
-        else:
-            reply.set_exception(episode_over() if secret in self._over else unknown_episode())
-        return reply
-
-    def hung_up(self, secret: str, request: ChatRequest) -> None:
-        if (session := self._sessions.get(secret)) is not None:
-            session.pool.post(session.hung_up, request)
-
-
-DOORWAY = Doorway()
-
-
 class Asked(NamedTuple):
     """An episode of which an engine asks what follows."""
 
@@ -123,48 +88,6 @@ class Student:
     check_roles: Callable[[frozenset[str]], None]  # raises DataError where the run has to end
 
 
-@dataclass(eq=False)
-class _Call:
-    """A request, and whoever waits for its reply: its client, and those that sent it again."""
-
-    request: ChatRequest
-    replies: list[Future[ChatReply]]
-
-    @property
-    def is_awaited(self) -> bool:
-        return not all(reply.cancelled() for reply in self.replies)
-
-    def reply(self, result: ChatReply | RequestError) -> bool:
-        """Whether somebody gets it."""
-        self.replies = [each for each in self.replies if not each.cancelled()]
-        for each in self.replies:
-            set_future(each, result)
-        return any(not each.cancelled() for each in self.replies)
-
-
-class _Clock:
-    """The time that an agent has for its own work. It stands while the agent waits for a turn."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._state: tuple[float, float | None] = seconds, None  # left, and since when it runs
-
-    def left(self) -> float:
-        """At least so many seconds; read in any thread."""
-        left, since = self._state
-        return self._seconds if since is None else left - (time.monotonic() - since)
-
-    def set(self, *, runs: bool, anew: bool = False) -> None:
-        """Let it run or stand, from its whole time if anew."""
-        left, since = self._state
-        now = time.monotonic()
-        if anew:
-            left = self._seconds
-        elif since is not None:
-            left -= now - since
-        self._state = left, now if runs else None
-
-
 class Session:
     """One episode of an agent. Its methods are called in the thread of its pool."""
 
@@ -173,13 +96,13 @@ class Session:
     ) -> None:
         self.pool, self.number, self.secret = pool, number, secrets.token_hex(16)
         self.asked, self._student = asked, student
-        self.clock = _Clock(timeout_seconds)
+        self.clock = Clock(timeout_seconds)
         self.is_over = False
         self._histories = student.histories(asked.episode.prompt.token_ids)
         self._seen: Future[WhatFollows] | None = None  # the engine waits for it
         self._outcome: tuple[WhatFollows | UserError] | None = None  # of the episode
-        self._queue: deque[_Call] = deque()
-        self._open: _Call | None = None  # its turn is sampled
+        self._queue: deque[Call] = deque()
+        self._open: Call | None = None  # its turn is sampled
         self._kept: Kept | None = None  # of the last turn
         self._given: dict[str, ChatReply] = {}  # the last reply to each body
         self._unread: dict[str, ChatReply] = {}  # the replies that nobody got
@@ -191,7 +114,7 @@ class Session:
         return dict(self.asked.episode.prompt.columns or {})
 
     @property
-    def _calls(self) -> list[_Call]:
+    def _calls(self) -> list[Call]:
         """Those without a reply: the one whose turn is sampled first, and then as they came."""
         return [*([self._open] if self._open else []), *self._queue]
 
@@ -227,7 +150,7 @@ class Session:
                 self.counts["retries"] += 1
                 set_future(reply, given)
             else:
-                self._queue.append(_Call(request, [reply]))
+                self._queue.append(Call(request, [reply]))
         self._set_clock(anew=given is not None)
         self._advance()
 
@@ -291,7 +214,7 @@ class Session:
         assert seen is not None
         set_future(seen, what)
 
-    def _what_follows(self, call: _Call) -> Observed | None:
+    def _what_follows(self, call: Call) -> Observed | None:
         """What a request lets the student read; None: it gets no turn."""
         if not call.is_awaited:
             return None
