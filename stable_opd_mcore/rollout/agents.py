@@ -30,7 +30,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.worker_processes import set_future
 from stable_opd_mcore.records import Prompt
 from stable_opd_mcore.rollout.agent_account import lost_share
-from stable_opd_mcore.rollout.agent_calls import DOORWAY
+from stable_opd_mcore.rollout.doorway import DOORWAY
 from stable_opd_mcore.rollout.environment_answers import Answer
 from stable_opd_mcore.rollout.environment_process import (
     AgentProcess,
@@ -218,7 +218,8 @@ class AgentPool:
             _LOG.warning(text, ", ".join(new))
 
     def stop(self, session: Session) -> None:
-        """Kill the processes of a session that is over."""
+        """Close the URL of a session that is over, and kill its processes."""
+        DOORWAY.close(session)
         with self._starting:
             process = self._running.get(session.number)
         if process is not None:

@@ -3,8 +3,8 @@
 A session stands between an engine, which asks what follows a turn (`observe`), and the agent's
 requests (`called`). Requests come again, when a client has given up: a request that was sent before
 gets the turn that it got or will get, if it says that it is a retry, or if nobody got that turn.
-Any other one gets another turn. Not here: processes and threads (agents.py), how a request comes
-here and who waits for it (agent_calls.py), which context it continues (histories.py).
+Any other one gets another turn. Not here: processes and threads (agents.py), who waits for a
+request (agent_calls.py), which context it continues (histories.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stable_opd_mcore.data.tool_calls import ToolCalls
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.host.worker_processes import set_future
-from stable_opd_mcore.rollout.agent_calls import DOORWAY, Call, Clock
+from stable_opd_mcore.rollout.agent_calls import Call, Clock
 from stable_opd_mcore.rollout.environment_answers import Answer
 from stable_opd_mcore.rollout.environment_process import EnvironmentFailure
 from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
@@ -52,7 +52,7 @@ class Pool(Protocol):
         ...
 
     def stop(self, session: Session) -> None:
-        """Kill the processes of a session that is over."""
+        """Close the URL of a session that is over, and kill its processes."""
         ...
 
     def begins_anew(self, session: Session, reason: str) -> bool:
@@ -181,7 +181,6 @@ class Session:
         if self.is_over:
             return
         self.is_over, self._outcome = True, (outcome,)
-        DOORWAY.close(self)
         self.pool.stop(self)
         for call in self._queue:
             call.reply(episode_over())
