@@ -97,15 +97,39 @@ class Bridge:
                 raise DataError(reason)
         cleaned, _ = self.neutralised(messages)
         calls = self._calls(cleaned, said.get("tool_calls"))
-        if calls and not said.get("tool_calls"):
-            self._require_names(cleaned, calls)
-        self._require_written([_USER, {**_SAID, **calls}, *cleaned])
-        text = self._after_turn([_USER], cleaned, tools, calls)
+        text = self._continued(cleaned, tools, calls, names_known=bool(said.get("tool_calls")))
         ids = tuple(self._tokenizer.encode(text))
         end = next(place for place, token in enumerate(ids) if token in self._tokenizer.added_ids)
         if last_token in (ids[end], self._end_of_calls):  # the template keeps the end of a call
             return Observed(ids[end + 1 :], text)
         return Observed(ids, text, replaces_end=last_token in self._tokenizer.stop_token_ids)
+
+    def _continued(
+        self,
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+        calls: Mapping[str, Any],
+        names_known: bool,
+    ) -> str:
+        """`_after_turn`, checked. Where the template writes one call a message, each reply is
+        written after its own call."""
+        given: Sequence[Mapping[str, Any]] = calls.get("tool_calls", ())
+        replies = [message["role"] for message in new[: len(given)]]
+        writes_one = self._tokenizer.form.writes_one_call
+        if len(given) < 2 or replies != ["tool"] * len(given) or not writes_one:
+            if calls and not names_known:
+                self._require_names(new, calls)
+            self._require_written([_USER, {**_SAID, **calls}, *new])
+            return self._after_turn([_USER], new, tools, calls)
+        own = [new[place : place + 1] for place in range(len(given) - 1)]
+        texts = [
+            self._continued(messages, tools, {"tool_calls": [call]}, names_known)
+            for messages, call in zip([*own, new[len(own) :]], given, strict=True)
+        ]
+        end = next(name for name in self._ends if texts[0].startswith(name))
+        opening = self._opening
+        bodies = [text.removeprefix(end).removesuffix(opening) for text in texts]
+        return end + "".join(bodies) + opening
 
     def render(
         self,
@@ -242,10 +266,14 @@ class Bridge:
 
     def _first_end(self, text: str) -> int | None:
         """The place of the first token that ends a response; None without one."""
+        return min((place for name in self._ends if (place := text.find(name)) >= 0), default=None)
+
+    @property
+    def _ends(self) -> list[str]:
+        """The names of the tokens that end a response."""
         own = (self._tokenizer.turn_end_id, *self._tokenizer.stop_token_ids)
-        names = (self._tokenizer.names_by_id.get(token, "") for token in own if token is not None)
-        places = (text.find(name) for name in names if name)
-        return min((place for place in places if place >= 0), default=None)
+        names = (self._tokenizer.names_by_id.get(token) for token in own if token is not None)
+        return [name for name in names if name]
 
     def refusal(self, role: str) -> str | None:
         """Why messages of this role cannot follow a turn of the student; None if they can."""
@@ -299,17 +327,21 @@ class Bridge:
         if len(texts) > 1:
             return "what the chat template writes for it depends on the turns before it"
         (text,) = texts
-        prompt = self._tokenizer.render([_USER], generation_prompt=True)
-        # Some templates write EOS in place of a generation prompt (Phi-4-mini).
-        shared = commonprefix((prompt, self._tokenizer.render([_USER])))  # noqa: RUF071
-        opening = prompt[len(shared) :]
-        if _NEW not in text or not text.endswith(opening):
+        if _NEW not in text or not text.endswith(self._opening):
             return "the chat template does not write it with a generation prompt after it"
         # White space before the end of a turn is the student's to sample (Nemotron-Nano-v2).
         first = self._tokenizer.encode(text.partition(_NEW)[0].lstrip())[:1]
         if self._tokenizer.added_ids.isdisjoint(first):
             return f"no token of its own begins what the chat template writes, {text!r:.40}"
         return None
+
+    @cached_property
+    def _opening(self) -> str:
+        """The generation prompt."""
+        prompt = self._tokenizer.render([_USER], generation_prompt=True)
+        # Some templates write EOS in place of a generation prompt (Phi-4-mini).
+        shared = commonprefix((prompt, self._tokenizer.render([_USER])))  # noqa: RUF071
+        return prompt[len(shared) :]
 
     def _require_written(self, messages: Sequence[Message]) -> None:
         """Raise a DataError if the template leaves out a message of the user or of a tool."""

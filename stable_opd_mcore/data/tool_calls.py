@@ -68,9 +68,10 @@ TEMPLATES: Mapping[str, Mapping[str, Any]] = {
             **_NAMED,
         }
     },
-    "llama": {
+    "llama": {  # its template writes one call; the model says several as {...}; {...}
         _CALLS: {
-            "open_pattern": r'^\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"name")',
+            "open_pattern": r'\G\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"name")',
+            "close_pattern": r'(?<=\})\s*+;?\s*+(?=(?:<\|python_tag\|>\s*)?\{\s*"name")|\Z',
             **_AS_JSON,
         }
     },

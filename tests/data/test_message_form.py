@@ -211,6 +211,16 @@ def test_a_call_of_gpt_oss_ends_with_its_own_token_and_stands_by_itself(tmp_path
     sampled = prompt.golden_turn_tokens[0]  # the end of the call is trained, not observed
     assert tokenizer.pieces(prompt.golden_token_ids[sampled - 1 : sampled]) == ["<|call|>"]
     context = tokenizer.encode(called)
+    named = [{**replies, "name": name, "content": name} for name in ("add", "sub")]
+    sub = {"function": {"name": "sub", "arguments": {}}}
+    for said in ({**two, "tool_calls": [call(0, {"a": 1}), sub]}, ANSWER):
+        read = Bridge(tokenizer).append([*named, ASK], context[-1], said=said).token_ids
+        assert "".join(tokenizer.pieces(read)) == (  # each reply after its own call
+            "".join(observed.replace("add", name).replace("2", name) for name in ("add", "sub"))
+            + "<|start|>user<|message|>1+1?<|end|><|start|>assistant"
+        )
+    with pytest.raises(DataError, match="the function's name before a tool's reply; give the too"):
+        Bridge(tokenizer).append([replies, replies], context[-1])
     user = Bridge(tokenizer).append([ASK], context[-1]).after(context)
     assert not user.restarts
     assert tokenizer.pieces(user.token_ids)[:2] == ["<|start|>", "u"]

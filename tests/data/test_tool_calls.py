@@ -177,6 +177,24 @@ def test_channels_are_told_apart(tmp_path):
         assert (parsed.content, parsed.reasoning, parsed.is_damaged) == ("2", "Hm.", False)
 
 
+@pytest.mark.parametrize("between", ["; ", ";", "\n", " ;\n<|python_tag|>"])
+def test_several_calls_are_read_also_where_the_template_writes_one(tmp_path, between):
+    """Llama 3 says several calls in one turn (vllm-project/vllm #11592)."""
+    tokenizer = Tokenizer.load(write_model(tmp_path, template=LLAMA, added=MARKS), [257])
+    texts = [f'{{"name": "{name}", "parameters": {{"x": ["}};", {{"y": 1}}]}}}}' for name in "fgh"]
+    parsed = ToolCalls(tokenizer).parse(between.join(texts), [TOOL], was_cut=False)
+    assert [(call.name, call.arguments) for call in parsed.calls] == [
+        (name, {"x": ["};", {"y": 1}]}) for name in "fgh"
+    ]
+    assert parsed.content == ""
+    replies = [{"role": "tool", "content": each} for each in ("2", "3")]
+    seen = Bridge(tokenizer).append(replies, 257, said=echoed(parsed))
+    written = "".join(f"<|start|>tool<|message|>{each}<|im_end|>" for each in "23")
+    assert seen.text == f"<|im_end|>{written}<|start|>assistant<|message|>"
+    told = ToolCalls(tokenizer).parse(f"{texts[0]}{between}and more", [TOOL], was_cut=False)
+    assert (told.calls, told.is_damaged) == ((), True)
+
+
 def test_thoughts_are_apart(tmp_path):
     tokenizer = Tokenizer.load(write_model(tmp_path, template=QWEN, added=MARKS), [257])
     calls = ToolCalls(tokenizer)
