@@ -194,11 +194,12 @@ class TeacherConfig(ModelConfig):
                 "teacher.path to one, or teacher.routes for several served teachers"
             )
         for name, model in self.models.items():
-            if (model.path is None) == (model.architecture is None) or model.chat_template_kwargs:
+            if (model.path is None) == (model.architecture is None):
+                raise ValueError(f"teacher.models.{name} needs a path or an architecture; set one")
+            if model.chat_template_kwargs:
                 raise ValueError(
-                    f"teacher.models.{name} needs a path or an architecture, and has no "
-                    "chat_template_kwargs of its own: those of teacher count for all; set path, "
-                    "and drop them"
+                    f"teacher.models.{name} has chat_template_kwargs, but those of teacher count "
+                    "for all its models; drop them"
                 )
         return self
 

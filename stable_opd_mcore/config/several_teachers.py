@@ -16,9 +16,12 @@ def teachers_refusal(config: Any) -> str | None:
     key, names = ("teacher.models", models) if models else ("teacher.routes", routes)
     for source in config.data.sources:
         if source.teacher is not None and source.teacher not in names:
+            remedy = f"name one of these: {', '.join(names)}"
+            if not names:
+                remedy = "add it to teacher.models, or to teacher.routes in place of urls; or drop it"
             return (
                 f"data.train: teacher {source.teacher!r} of {source.path} is not a key of {key}; "
-                f"name one of these: {', '.join(names) or 'none'}"
+                f"{remedy}"
             )
     used = {config.teacher_of(each) for each in config.data.sources if config.asks_teacher(each)}
     if not models or not used:  # no objective asks a teacher: the section has no effect

@@ -28,6 +28,15 @@ def run_of(settings: str) -> Config:
     return run_with(**sections)
 
 
+def remedied(settings: str, remedies: str) -> None:
+    """Raise if one of the remedies, with | between them, does not make the settings a run. The
+    values of a remedy replace those of the settings; one with - before it is dropped."""
+    for remedy in remedies.split("|"):
+        changes = [each.partition("=")[0].removeprefix("-") for each in remedy.split()]
+        kept = [each for each in settings.split() if each.partition("=")[0] not in changes]
+        run_of(" ".join([*kept, *(each for each in remedy.split() if each[0] != "-")]))
+
+
 def layered(*overrides: str) -> list[str]:
     """Those that no later one replaces: `load_config` refuses two values of a setting."""
     keys = [override.partition("=")[0] for override in overrides]

@@ -6,21 +6,35 @@ from stable_opd_mcore.config.load import load_config, save_config
 from stable_opd_mcore.errors import ConfigError
 from tests.config.test_load import SMOKE
 
-ACT = "guard.policy=act"
+ACT, OFF = "guard.policy=act", "guard.policy=off"
 NO_SOLUTIONS = "data.train.columns.solution=null"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "remedy"),
+    ("overrides", "message", "remedies"),
     [
-        ([ACT, "objective.name=sft", "kl.beta=0", "mixture.lambda=0"], r"guard\.policy=off"),
-        ([ACT, "checkpoint.every=0"], r"checkpoint\.every or guard\.policy=warn"),
-        ([ACT, "checkpoint.every=5", "mixture.lambda=0", NO_SOLUTIONS], r"guard\.max_lambda=0"),
+        (
+            [ACT, "objective.name=sft", "kl.beta=0", "mixture.lambda=0"],
+            "set guard.policy=off",
+            [OFF],
+        ),
+        (
+            [ACT, "checkpoint.every=0"],
+            "set checkpoint.every or guard.policy=warn",
+            ["checkpoint.every=1", "guard.policy=warn"],
+        ),
+        (
+            [ACT, "checkpoint.every=5", "mixture.lambda=0", NO_SOLUTIONS],
+            "guard.max_lambda=0",
+            ["data.train.columns.solution=solution", "guard.max_lambda=0"],
+        ),
     ],
-)  # fmt: skip
-def test_settings_that_do_not_fit_the_guard_are_refused(overrides, remedy):
-    with pytest.raises(ConfigError, match=remedy):
+)
+def test_settings_that_do_not_fit_the_guard_are_refused(overrides, message, remedies):
+    with pytest.raises(ConfigError, match=message):
         load_config(SMOKE, overrides)
+    for remedy in remedies:
+        load_config(SMOKE, [*overrides, f"++{remedy}"])
 
 
 def test_bare_off_of_yaml_is_the_policy_off(tmp_path):

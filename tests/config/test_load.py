@@ -11,6 +11,8 @@ from stable_opd_mcore.config.load import load_config, save_config
 from stable_opd_mcore.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+EXTERNAL = "rollout={engine: sglang, sglang: {placement: external, urls: ['http://n1:80']}}"
+SERVED = "teacher={engine: sglang, path: null, architecture: null, urls: ['http://10.0.0.1:30000']}"
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke_cpu.yaml"
 
 
@@ -32,49 +34,115 @@ def test_no_override_is_cut_at_a_hash(text):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "message", "remedy"),
     [
-        ("train.step=3", "unknown key train.step; did you mean train.steps?"),
-        ("optimiser.lr=1", "unknown key optimiser; did you mean optimizer?"),
-        ("xyz=1", "unknown key xyz; sections: run, student, teacher, "),
-        ("rollout.prompts_per_stp=3", "did you mean rollout.prompts_per_step?"),
-        ("rollout.temperature=1", "did you mean sampling.temperature or evaluation.temperature?"),
-        ("data.train.weight=2", "write data.train as a list, whose entries have it"),
-        ("guard.xyz.a=1", "unknown key guard.xyz; keys of guard: policy, max_beta, "),
-        (f"train.steps={10**30}", "train.steps: 1e+30 is too large; set at most 1e+09"),
-        (f"train.seed={2**63}", "train.seed: 9.22337e+18 is too large"),
-        ("rollout.samples_per_prompt=1000000", "Input should be less than or equal to 65536"),
-        ("fault.watchdog_minutes=1e300", "1e+300 is too large"),
-        ("train.steps=010", "010 is not a decimal number to YAML"),
-        ("fault.watchdog_minutes=1:30", "1:30 is not a decimal number to YAML"),
-        ("optimizer.lr=yes", "optimizer.lr: True is true or false; expected a number"),
-        ("teacher.stop_token_ids=[no]", "[False] is true or false; expected a number"),
-        ("train.steps=many", "train.steps: Input should be a valid integer"),
-        ("sampling.temperature=0", "sampling.temperature: Input should be greater than 0"),
-        ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number"),
-        ("kl.beta=.nan", "kl.beta: Input should be a finite number"),
-        ("student.path=somewhere", "path and architecture are both set; drop one"),
-        ("train.steps", "has no =: write key=value"),
-        ("teacher.urls=[10.0.0.1:30000]", "expected http://HOST:PORT"),
-        ("rollout.sglang.urls=['http://']", "'http://' is not a server's address"),
-        ("rollout.sglang.urls=['http://n1:99999']", "'http://n1:99999' is not a server's address"),
-        ("rollout.sglang.urls=['http://n..1:80']", "'http://n..1:80' is not a server's address"),
-        ("rollout.sglang.urls=['http://n1:0']", "'http://n1:0' is not a server's address"),
-        ("teacher.urls=['http://me:word@n1:80']", "is not a server's address"),
-        ("teacher.urls=['http://n1:80?key=a']", "is not a server's address"),
-        ("teacher.urls=['http://n1:80/v1/']", "is OpenAI's interface of a server; leave out /v1"),
+        ("train.step=3", "unknown key train.step; did you mean train.steps?", "train.steps=3"),
+        ("optimiser.lr=1", "unknown key optimiser; did you mean optimizer?", "optimizer.lr=1"),
+        ("xyz=1", "unknown key xyz; sections: run, student, teacher, ", ""),
+        (
+            "rollout.prompts_per_stp=3",
+            "did you mean rollout.prompts_per_step?",
+            "rollout.prompts_per_step=3",
+        ),
+        (
+            "rollout.temperature=1",
+            "did you mean sampling.temperature or evaluation.temperature?",
+            "sampling.temperature=1",
+        ),
+        (
+            "data.train.weight=2",
+            "write data.train as a list, whose entries have it",
+            "data.train=[{path: a, weight: 2}]",
+        ),
+        (
+            "guard.xyz.a=1",
+            "unknown key guard.xyz; keys of guard: policy, max_beta, ",
+            "guard.policy=off",
+        ),
+        (
+            f"train.steps={10**30}",
+            "train.steps: 1e+30 is too large; set at most 1e+09",
+            "train.steps=1000000000",
+        ),
+        (f"train.seed={2**63}", "train.seed: 9.22337e+18 is too large", "train.seed=1"),
+        (
+            "rollout.samples_per_prompt=1000000",
+            "Input should be less than or equal to 65536",
+            "rollout.samples_per_prompt=65536",
+        ),
+        ("fault.watchdog_minutes=1e300", "1e+300 is too large", "fault.watchdog_minutes=60"),
+        ("train.steps=010", "010 is not a decimal number to YAML", "train.steps=10"),
+        (
+            "fault.watchdog_minutes=1:30",
+            "1:30 is not a decimal number to YAML",
+            "fault.watchdog_minutes=90",
+        ),
+        (
+            "optimizer.lr=yes",
+            "optimizer.lr: True is true or false; expected a number",
+            "optimizer.lr=1",
+        ),
+        (
+            "teacher.stop_token_ids=[no]",
+            "[False] is true or false; expected a number",
+            "teacher.stop_token_ids=[1]",
+        ),
+        ("train.steps=many", "train.steps: Input should be a valid integer", "train.steps=3"),
+        (
+            "sampling.temperature=0",
+            "sampling.temperature: Input should be greater than 0",
+            "sampling.temperature=0.1",
+        ),
+        ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number", "optimizer.lr=1"),
+        ("kl.beta=.nan", "kl.beta: Input should be a finite number", "kl.beta=1"),
+        (
+            "student.path=somewhere",
+            "path and architecture are both set; drop one",
+            "student.path=somewhere + student.architecture=null",
+        ),
+        ("train.steps", "has no =: write key=value", "train.steps=10"),
+        ("teacher.urls=[10.0.0.1:30000]", "expected http://HOST:PORT", SERVED),
+        ("rollout.sglang.urls=['http://']", "'http://' is not a server's address", EXTERNAL),
+        (
+            "rollout.sglang.urls=['http://n1:99999']",
+            "'http://n1:99999' is not a server's address",
+            EXTERNAL,
+        ),
+        (
+            "rollout.sglang.urls=['http://n..1:80']",
+            "'http://n..1:80' is not a server's address",
+            EXTERNAL,
+        ),
+        (
+            "rollout.sglang.urls=['http://n1:0']",
+            "'http://n1:0' is not a server's address",
+            EXTERNAL,
+        ),
+        ("teacher.urls=['http://me:word@n1:80']", "is not a server's address", SERVED),
+        ("teacher.urls=['http://n1:80?key=a']", "is not a server's address", SERVED),
+        (
+            "teacher.urls=['http://n1:80/v1/']",
+            "is OpenAI's interface of a server; leave out /v1",
+            SERVED,
+        ),
         (
             "rollout.sglang.urls=['http://n1:80','http://n1:80/']",
             "names a server twice; give each once",
+            EXTERNAL,
         ),
-        ("run.directory=~/runs", "run.directory: ~/runs: only a shell replaces ~"),
-        ("run.name=\x07", "not YAML; correct it"),
-        ("run.name=" + "[" * 1_000, "not YAML; correct it"),
+        (
+            "run.directory=~/runs",
+            "run.directory: ~/runs: only a shell replaces ~",
+            "run.directory=/root/runs",
+        ),
+        ("run.name=\x07", "not YAML; correct it", "run.name=a"),
+        ("run.name=" + "[" * 1_000, "not YAML; correct it", "run.name=a"),
     ],
 )
-def test_errors_name_the_key_the_file_and_the_remedy(override, message):
+def test_errors_name_the_key_the_file_and_the_remedy(override, message, remedy):
     with pytest.raises(ConfigError) as caught:
         load_config(SMOKE, [override])
+    load_config(SMOKE, remedy.split(" + ") if remedy else [])
     assert message in str(caught.value)
     assert str(caught.value).startswith(f"override {override!r:.200}")
 
@@ -135,6 +203,8 @@ def test_files_that_are_not_settings_are_refused(tmp_path, content, message):
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"{path}: {message}"):
         load_config(path)
+    path.write_text(SMOKE.read_text())
+    load_config(path)
 
 
 def test_directory_as_config_file_is_refused(tmp_path):
@@ -182,3 +252,5 @@ def test_bases_that_cannot_be_used_are_refused(tmp_path, files, message):
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config(tmp_path / "a.yaml")
+    (tmp_path / "a.yaml").write_text(f"base: {SMOKE}")
+    load_config(tmp_path / "a.yaml")

@@ -79,21 +79,38 @@ def test_the_settings_know_which_objectives_ask_a_teacher():
 
 
 @pytest.mark.parametrize(
-    ("objectives", "changes", "message"),
+    ("objectives", "changes", "message", "remedies"),
     [
-        ([{"name": "grpo"}, None], {"normaliser": "global"}, r"\(grpo and opd\).*=per_source, and"),
+        (
+            [{"name": "grpo"}, None],
+            {"normaliser": "global"},
+            r"\(grpo and opd\).*=per_source, and",
+            [{"normaliser": "per_source"}],
+        ),
         (
             [{"name": "gkd", "on_policy_fraction": 0.5}, {"name": "grpo"}],
             {},
             "on_policy_fraction=0.5 of 0.jsonl with sources of different",
+            [{"objectives": [{"name": "gkd"}, {"name": "sft"}]}],
         ),
         (
             [{"name": "sft"}, None],
             {"first": {"columns": {"solution": None}}},
             "0.jsonl has objective.name=sft and no column of golden",
+            [{"first": {}}, {"objectives": [{"name": "grpo"}, None]}],
         ),
-        ([{"name": "opdd"}, None], {}, "expected one of sft, grpo, opd"),
-        ([{"name": "grpo"}, None], {"teacher": None}, "name=opd needs a teacher"),
+        (
+            [{"name": "opdd"}, None],
+            {},
+            "expected one of sft, grpo, opd",
+            [{"objectives": [{"name": "opd"}, None]}],
+        ),
+        (
+            [{"name": "grpo"}, None],
+            {"teacher": None},
+            "name=opd needs a teacher",
+            [{"teacher": "dropped"}],
+        ),
         (
             [{"name": "grpo"}, None],
             {
@@ -101,28 +118,46 @@ def test_the_settings_know_which_objectives_ask_a_teacher():
                 "teacher": {"engine": "sglang", "routes": {"t": ["http://a"]}},
             },
             "teacher=t of 0.jsonl, whose objective.name=grpo asks no teacher",
+            [
+                {"first": {}, "teacher": "dropped"},
+                {"objectives": [{"name": "opd"}, {"name": "grpo"}]},
+            ],
         ),
-        ([{"name": "grpo", "top_k": 8}, None], {}, "top_k=8 of a source would have no effect"),
+        (
+            [{"name": "grpo", "top_k": 8}, None],
+            {},
+            "top_k=8 of a source would have no effect",
+            [{"objectives": [{"name": "grpo"}, None]}],
+        ),
         (
             [{"name": "grpo"}, None],
             {"objective__top_k": 8},
             "=grpo or objective.name=opd has no",
+            [{"objective__top_k": "dropped"}],
         ),
         (
             [{"name": "lsm"}, {"name": "lsm", "top_k": 8}],
             {"objective__name": "gkd"},
             "name=gkd would have no effect: it needs a source without an objective of its own",
+            [{"objective__name": "dropped"}],
         ),
         (
             [{"name": "grpo"}, {"name": "sft"}],
             {"objective__discount": 0.5},
             "objective.discount=0.5 would have no effect",
+            [{"objective__discount": "dropped"}],
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(objectives, changes, message):
+def test_what_does_not_go_together_is_refused_until_the_remedy(
+    objectives, changes, message, remedies
+):
+    """A remedy has the objectives or the changes that it replaces."""
     with pytest.raises(ConfigError, match=message):
         built(config_of(*objectives, **changes))
+    for remedy in remedies:
+        then = {key: value for key, value in (changes | remedy).items() if value != "dropped"}
+        built(config_of(*then.pop("objectives", objectives), **then))
 
 
 def test_a_run_value_that_one_source_uses_is_no_mistake_in_the_others():

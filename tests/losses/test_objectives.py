@@ -153,9 +153,14 @@ def test_settings_of_the_reference_need_its_kl(changes):
         ({"kl__beta": 0.1, "reference__every": 7}, "it needs reference.update=every"),
     ],
 )
-def test_settings_without_effect_are_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
+def test_settings_without_effect_are_refused_and_may_be_dropped(changes, message):
+    """Also a name that no objective has, and one without its teacher: both have a default here."""
+    with pytest.raises(ConfigError, match=message) as found:
         build_objective(make_config(**changes), (1,), (1,))
+    named = str(found.value).partition("=")[0].replace(".", "__")
+    refused = named if named in changes else "teacher"
+    kept = {key: value for key, value in changes.items() if key != refused}
+    build_objective(make_config(**kept), (1,), (1,))
 
 
 @pytest.mark.parametrize(
