@@ -16,9 +16,9 @@ def teachers_refusal(config: Any) -> str | None:
     key, names = ("teacher.models", models) if models else ("teacher.routes", routes)
     for source in config.data.sources:
         if source.teacher is not None and source.teacher not in names:
-            remedy = f"name one of these: {', '.join(names)}"
-            if not names:
-                remedy = "add it to teacher.models, or to teacher.routes in place of urls; or drop it"
+            remedy = "drop it, or add it to teacher.models, or to teacher.routes in place of urls"
+            if names:
+                remedy = f"name one of these: {', '.join(names)}"
             return (
                 f"data.train: teacher {source.teacher!r} of {source.path} is not a key of {key}; "
                 f"{remedy}"

@@ -312,7 +312,7 @@ SERVED = "teacher.engine=sglang teacher.urls=[http://a:1]"
         ),
         (
             SERVED + ' data.train=[{"path":a,"teacher":b}]',
-            r"teacher 'b' of a is not a key of teacher\.routes; add it to teacher\.models, or",
+            r"teacher 'b' of a is not a key of teacher\.routes; drop it, or add it to",
             'data.train=[{"path":a}] | -teacher.urls teacher.routes.b=[http://a:1]',
         ),
         (

@@ -278,6 +278,125 @@ def test_what_is_not_computed_is_refused_by_name(model_type, changes, words) -> 
         read_architecture(tiny.config(model_type, **changes))
 
 
+THETA = {"rope_theta": 1e4}
+LINEAR = THETA | {"rope_type": "linear"}
+SCALED = YARN | THETA
+LLAMA3 = SCALED | {"rope_type": "llama3"}
+FREQUENCIES = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SERVED = {"attn_factor": 0.8782488562869419}
+BOTH_BASES = {FULL: SCALED, SLIDING: THETA}
+WITH_REMEDY = [  # family, changes of a tiny config, the remedy, changes that follow it
+    ("qwen3", {"rope_parameters": LINEAR}, "add it", [
+        {"rope_parameters": LINEAR | {"factor": 2.0}}
+    ]),
+    (
+        "qwen3",
+        {"rope_parameters": LLAMA3 | {"high_freq_factor": 4.0}},
+        "add it",
+        [{"rope_parameters": LLAMA3 | FREQUENCIES}],
+    ),
+    (
+        "qwen3",
+        {"rope_scaling": SCALED},
+        "keep the right one",
+        [{"rope_scaling": None}, {"rope_scaling": SCALED, "rope_parameters": None}],
+    ),
+    (
+        "qwen3",
+        {"rope_parameters": None},
+        "add it",
+        [{"rope_parameters": None} | THETA, {"rope_parameters": THETA}],
+    ),
+    ("qwen3", {"head_dim": None, "hidden_size": 34}, "set head_dim", [{"head_dim": 8}]),
+    (
+        "qwen3",
+        {"rope_theta": 4e4},
+        "keep the right one",
+        [THETA, {"rope_theta": 4e4, "rope_parameters": {"rope_theta": 4e4}}],
+    ),
+    (
+        "qwen3",
+        {"rope_parameters": THETA | {"factor": 4.0}},
+        "add it, or remove these",
+        [{"rope_parameters": LINEAR | {"factor": 4.0}}, {"rope_parameters": THETA}],
+    ),
+    (
+        "qwen3",
+        {"rope_parameters": SCALED | {"type": "default"}},
+        "keep the right one",
+        [{"rope_parameters": SCALED}, {"rope_parameters": THETA | {"type": "default"}}],
+    ),
+    (
+        "qwen3",
+        {"rope_parameters": SCALED | SERVED},
+        "add attention_factor=1.0 if the servers are right, or remove these keys",
+        [
+            {"rope_parameters": SCALED | SERVED | {"attention_factor": 1.0}},
+            {"rope_parameters": SCALED},
+        ],
+    ),
+    ("qwen3", {"text_config": {"text_config": {}}}, "remove that", [{"text_config": "absent"}]),
+    ("qwen3", {"text_config": {"hidden_size": 8}}, "remove it, or correct model_type", [
+        {"text_config": "absent"}
+    ]),
+    ("qwen3", {"quantization_config": {"bits": 4}}, "correct config.json if", [
+        {"quantization_config": "absent"}
+    ]),
+    (
+        "qwen3_moe",
+        {"num_local_experts": 4},
+        "keep the right one, or make them equal",
+        [{"num_local_experts": "absent"}, {"num_local_experts": 8}],
+    ),
+    ("qwen3_moe", {"num_experts_per_tok": 9}, "correct config.json", [{"num_experts_per_tok": 8}]),
+    (
+        "gpt_oss",
+        {"rope_parameters": None} | THETA,
+        "add the model's",
+        [{"rope_parameters": SCALED}, {"rope_parameters": None, "rope_scaling": YARN} | THETA],
+    ),
+    ("gpt_oss", {"layer_types": [SLIDING] * 4}, "correct config.json", [{"layer_types": None}]),
+    ("glm4_moe_lite", {"head_dim": 10}, "remove head_dim", [{"head_dim": "absent"}]),
+    ("gemma3_text", {"rope_parameters": BOTH_BASES}, "remove the scaling", [
+        {"rope_parameters": {FULL: THETA, SLIDING: THETA}}
+    ]),
+    ("gemma3_text", {"rope_parameters": THETA}, "correct config.json", [
+        {"rope_parameters": {FULL: THETA, SLIDING: THETA}}
+    ]),
+    (
+        "deepseek_v3",
+        {"rope_parameters": tiny.YARN_OF_LATENTS | {"mscale": 0}},
+        "correct config.json",
+        [{"rope_parameters": tiny.YARN_OF_LATENTS}],
+    ),
+    (
+        "deepseek_v3",
+        {"topk_group": 1, "num_experts_per_tok": 3},
+        "correct config.json",
+        [{"topk_group": 2, "num_experts_per_tok": 3}],
+    ),
+    ("qwen3_5", {"linear_num_value_heads": 3}, "correct config.json", [
+        {"linear_num_value_heads": 4}
+    ]),
+    (
+        "qwen3_5",
+        {"rope_parameters": THETA | {"partial_rotary_factor": 0.2}},
+        "correct config.json",
+        [{"rope_parameters": THETA | {"partial_rotary_factor": 0.25}}],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "changes", "words", "remedies"), WITH_REMEDY)
+def test_a_config_that_follows_the_remedy_is_read(model_type, changes, words, remedies) -> None:
+    with pytest.raises(UserError, match=rf"{re.escape(words)}[^;]*$"):
+        read_architecture(tiny.config(model_type, **changes))
+    for remedy in remedies:
+        fields = tiny.config(model_type, **changes | remedy)
+        fields = {key: value for key, value in fields.items() if value != "absent"}
+        read_architecture(fields)
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_next"])
 def test_the_gate_of_a_delta_net_may_be_named(model_type: str) -> None:
     fields = tiny.config(model_type)
