@@ -10,7 +10,7 @@
 #   make sglang  a venv of SGLang's own, .venv-sglang, for rollout servers on a CPU (about 1.6 GB)
 #   make gpu     the suite of a Hopper GPU, twelve minutes without a network (docs/evidence/gpu.md); GPU_ARGS="--parts kernels loss"
 #   make gpu-bundle   what that suite needs on a machine without a network, in build/gpu-bundle (at most 60 MB)
-#   make agents  a venv of agents' packages, .venv-agents, for the tests of docs/agents.md (about 0.6 GB)
+#   make agents  a venv of agents' packages, .venv-agents, for the tests of docs/agents.md (about 1.3 GB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
 #
 # PYTHON=python3.12 picks an interpreter. Without a GPU, a CPU build of torch saves gigabytes:

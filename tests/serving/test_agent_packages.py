@@ -64,6 +64,7 @@ HARNESSES = {  # the student's turns, and what becomes of the requests
         [called("bash", command="echo 42 > answer.txt"), called("bash", command=SUBMIT)],
         ONE_CONTEXT,
     ),
+    "verifiers_env": (ADDED, ONE_CONTEXT),
     "anthropic_client": ([said("It is 42")], {"begun": 1}),
 }
 
