@@ -235,10 +235,11 @@ def smallest_tensor(
         if weights_gib / size <= room_gib:
             return size
     largest = max(sizes, default=0)
+    others = "server nodes (SERVER_NODES) or " if placement == "colocated" else ""
     raise UserError(
         f"the {role}'s {dtype} weights take {weights_gib:.1f} GiB, and the largest {placement} "
         f"server, on {counted(largest, 'GPU')}, has {largest * room_gib:.1f} GiB for them: use "
-        "server nodes (SERVER_NODES) or GPUs with more memory, or, with a smaller KV cache, "
+        f"{others}GPUs with more memory, or, with a smaller KV cache, "
         f"rollout.sglang.tensor={largest}"
     )
 

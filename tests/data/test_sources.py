@@ -108,6 +108,13 @@ def test_no_file_of_a_folder_is_passed_over(tmp_path, names, readme, refused):
         return
     with pytest.raises(DataError, match=refused):
         load(tmp_path, options=options)
+    first, *others = names.split()
+    load(tmp_path / first)  # data.*.path=FILE
+    (tmp_path / first).rename(tmp_path / "all.jsonl")
+    (tmp_path / "README.md").write_text("")
+    for other in others:
+        (tmp_path / other).unlink()
+    load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,12 @@ def test_saved_files_are_to_the_byte_those_that_came(synthetic, tmp_path, files)
 )
 def test_broken_tokenizer_files_are_named(synthetic, tmp_path, name, text, message):
     synthetic.save(tmp_path)
+    came = (tmp_path / name).read_text() if (tmp_path / name).exists() else "{}"
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         Tokenizer.load(str(tmp_path))
+    (tmp_path / name).write_text(came)
+    Tokenizer.load(str(tmp_path))
 
 
 def test_missing_tokenizers_are_named(tmp_path):
@@ -96,6 +99,7 @@ def test_missing_tokenizers_are_named(tmp_path):
         Tokenizer.load("nowhere")
     with pytest.raises(DataError, match=r"no tokenizer\.json"):
         Tokenizer.load(str(tmp_path))
+    Tokenizer.load(write_model(tmp_path))
 
 
 def _change_config(model: Path, **settings) -> None:
@@ -165,7 +169,12 @@ def test_a_chat_template_that_is_no_text_is_refused(tmp_path, name):
     file = tmp_path / name
     settings = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(settings | {"chat_template": 5}))
-    with pytest.raises(DataError, match=rf"{name}: chat_template is 5; expected its text"):
+    with pytest.raises(
+        DataError, match=rf"{name}: chat_template is 5; expected its text.*, or remove"
+    ):
+        Tokenizer.load(model)
+    for remedy in ({"chat_template": TEMPLATE}, {}):
+        file.write_text(json.dumps(settings | remedy))
         Tokenizer.load(model)
 
 
@@ -180,3 +189,5 @@ def test_an_added_token_with_two_ids_is_refused(tmp_path, name):
         _change_config(tmp_path, added_tokens_decoder={"400": {"content": "<x>"}})
     with pytest.raises(DataError, match=rf"{name}: it gives '<x>' id 400, .* loaded with id 261"):
         Tokenizer.load(model)
+    (tmp_path / name).write_text((tmp_path / name).read_text().replace("400", "261"))
+    Tokenizer.load(write_model(tmp_path, added=("<x>",)))

@@ -46,6 +46,8 @@ def test_what_is_no_fitting_function_is_refused(tmp_path, monkeypatch, named, me
     Path("ends.py").write_text("def f(a, b): ...\nraise SystemExit(0)")
     with pytest.raises(ConfigError, match=message):
         read_user_function(named, ("a", "b"))
+    Path(named.partition(":")[0]).with_suffix(".py").write_text("def f(a, b): ...")
+    read_user_function(f"{named.partition('.')[0]}.py:f", ("a", "b"))
 
 
 FILES = {

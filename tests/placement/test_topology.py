@@ -137,40 +137,68 @@ def test_servers_on_the_trainers_machine_follow_its_gpus():
 
 NUMBER, TENSOR = "rollout.sglang.num_servers", "rollout.sglang.tensor"
 UNCUT = ("parallel.tensor=1", "parallel.sequence=false")
-REFUSED = {  # message -> world, settings, what else there is
-    r"= 4 does not divide 6 trainer GPUs": (("7b", 1, 0, 6), (), {}),
-    r"1 server of 1 GPU on the 8 GPUs .*: 7 would be idle\. Set both to null, .* is 8": (
-        *(("7b", 1, 0, 8), (f"{NUMBER}=1", f"{TENSOR}=1"), {}),
-    ),
-    r"16 servers of 1 GPU on the 8 GPUs .*: 8 too many": (
-        *(("7b", 2, 1, 8), (f"{NUMBER}=16", f"{TENSOR}=1"), {}),
-    ),
-    r"tensor=8 does not divide the student's num_attention_heads=28": (
-        *(("7b", 2, 1, 8), (f"{TENSOR}=8",), {}),
-    ),
-    r"servers of 2 GPUs leave 16 of 32 GPUs without .*SERVER_NODES.* parallel.pipeline": (
-        *(("32b", 4, 0, 8), ("parallel.pipeline=2", f"{TENSOR}=2"), {}),
-    ),
-    r"bfloat16 weights take 61\.0 GiB, .* on 8 GPUs, has 20\.0 GiB for them: .*SERVER_NODES": (
-        *(("32b", 2, 0, 8), (), {"memory_gib": 10.0}),
-    ),
-    r"all 8 GPUs of the machine train, .*SERVER_NODES": (
-        *(("7b", 1, 0, 8), ("rollout.sglang.placement=disaggregated",), {}),
-    ),
-    r"servers of 2 GPUs leave 8 of 8 GPUs without a server": (
-        *(("7b", 1, 0, 8), (*UNCUT, f"{NUMBER}=4"), {}),
-    ),
-    r"1 colocated server for 2 data-parallel ranks": (
-        *(("7b", 1, 0, 8), (f"{NUMBER}=1",), {"memory_gib": None}),
-    ),
+# message: world, settings, what else there is; and for each remedy the same
+ALONE = ("7b", 1, 0, 8)
+REFUSED = {
+    r"= 4 does not divide 6 trainer GPUs": [(("7b", 1, 0, 6),), (ALONE,)],
+    r"1 server of 1 GPU on the 8 GPUs .*: 7 would be idle\. Set both to null, .* is 8": [
+        (ALONE, (f"{NUMBER}=1", f"{TENSOR}=1")),
+        (ALONE,),
+        (ALONE, (f"{NUMBER}=2", f"{TENSOR}=4")),
+    ],
+    r"16 servers of 1 GPU on the 8 GPUs .*: 8 too many": [
+        (("7b", 2, 1, 8), (f"{NUMBER}=16", f"{TENSOR}=1")),
+        (("7b", 2, 1, 8), (f"{NUMBER}=8", f"{TENSOR}=1")),
+    ],
+    r"tensor=8 does not divide the student's num_attention_heads=28": [
+        (("7b", 2, 1, 8), (f"{TENSOR}=8",)),
+        (("7b", 2, 1, 8), (f"{TENSOR}=4",)),
+        (("7b", 2, 1, 8),),
+    ],
+    r"servers of 2 GPUs leave 16 of 32 GPUs without .*SERVER_NODES.* parallel.pipeline": [
+        (("32b", 4, 0, 8), ("parallel.pipeline=2", f"{TENSOR}=2")),
+        (("32b", 4, 2, 8), ("parallel.pipeline=2", f"{TENSOR}=2")),
+        (("32b", 4, 0, 8), ("parallel.pipeline=1", f"{TENSOR}=2")),
+    ],
+    r"bfloat16 weights take 61\.0 GiB, .* on 8 GPUs, has 40\.0 GiB for them: .*SERVER_NODES": [
+        (("32b", 2, 0, 8), (), {"memory_gib": 20.0}),
+        (("32b", 2, 1, 8), (), {"memory_gib": 20.0}),
+        (("32b", 2, 0, 8), (), {"memory_gib": 80.0}),
+        (("32b", 2, 0, 8), (f"{TENSOR}=8",), {"memory_gib": 20.0}),
+    ],
+    r"external server, on 8 GPUs, has 34\.0 GiB for them: use GPUs with more memory, or, with": [
+        (("32b", 2, 1, 8), (), {"memory_gib": 10.0}),
+        (("32b", 2, 1, 8), (), {"memory_gib": 20.0}),
+        (("32b", 2, 1, 8), (f"{TENSOR}=8",), {"memory_gib": 10.0}),
+    ],
+    r"all 8 GPUs of the machine train, .*SERVER_NODES": [
+        (ALONE, ("rollout.sglang.placement=disaggregated",)),
+        (("7b", 1, 0, 4), ("rollout.sglang.placement=disaggregated",), {"spare_gpus": 4}),
+        (ALONE, ("rollout.sglang.placement=colocated",)),
+        (("7b", 1, 1, 8), ("rollout.sglang.placement=disaggregated",)),
+    ],
+    r"servers of 2 GPUs leave 8 of 8 GPUs without a server": [
+        (ALONE, (*UNCUT, f"{NUMBER}=4")),
+        (("7b", 1, 1, 8), (*UNCUT, f"{NUMBER}=4")),
+        (ALONE, (*UNCUT, f"{TENSOR}=1")),
+    ],
+    r"1 colocated server for 2 data-parallel ranks": [
+        (ALONE, (f"{NUMBER}=1",), {"memory_gib": None}),
+        (ALONE, (), {"memory_gib": None}),
+    ],
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_does_not_fit_is_refused_with_the_sum_and_the_remedy(message):
-    world, overrides, others = REFUSED[message]
+def test_what_does_not_fit_is_refused_with_the_sum_until_the_remedy(message):
+    def place(world, overrides=(), others=None):
+        return topology(*world, *overrides, **(others or {}))
+
+    refused, *remedies = REFUSED[message]
     with pytest.raises(UserError, match=message):
-        topology(*world, *overrides, **others)
+        place(*refused)
+    for remedy in remedies:
+        place(*remedy)
 
 
 def test_servers_of_a_teacher_may_have_more_ranks_than_key_value_heads():

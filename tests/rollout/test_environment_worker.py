@@ -43,53 +43,111 @@ def evaluated_pool(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("values", "reason"),
+    ("values", "reason", "instead"),
     [
-        (["None"], r"returned None; expected its reward, a finite number, or .*: end it with"),
-        (["float('nan')"], r"returned nan \(float\)"),
-        (["(1, 2)"], r"returned \(1, 2\) \(tuple\)"),
-        (["(1, {'a b': 1})"], r"the metric 'a b' \(str\): 1 "),
-        (["(1, {'a': None})"], r"the metric 'a' \(str\): None"),
-        (["'1'"], r"returned '1' \(str\)"),
-        (["'a'", "None", "1"], "yielded None; expected a text"),
-        (["3", "1"], r"yielded 3 \(int\); expected a text .* or, first, None or"),
-        (["b'a'", "1"], r"yielded b'a' \(bytes\)"),
-        (["[]", "1"], "yielded no messages; expected at least one"),
-        (["{'restart': []}", "1"], "yielded no messages"),
-        (["{'restart': 'a', 'x': 1}", "1"], r"yielded \{'restart': 'a', 'x': 1\} \(dict\)"),
-        (["['a']", "1"], r"the message 'a' \(str\); expected \{\"role\""),
-        (["[{'role': 'user'}]", "1"], r"the message \{'role': 'user'\} \(dict\)"),
-        (["[{'role': 'user', 'content': 3}]", "1"], "the message {'role': 'user', 'content': 3}"),
-        (["[{'role': 'user', 'content': '', 'name': ''}]", "1"], "the message .*'name'"),
+        (
+            ["None"],
+            r"returned None; expected its reward, a finite number, or .*: end it with",
+            ["1"],
+        ),
+        (["float('nan')"], r"returned nan \(float\)", ["float(3)"]),
+        (["(1, 2)"], r"returned \(1, 2\) \(tuple\)", ["(1, {'a': 2})"]),
+        (["(1, {'a b': 1})"], r"the metric 'a b' \(str\): 1 ", ["(1, {'a_b': 1})"]),
+        (["(1, {'a': None})"], r"the metric 'a' \(str\): None", ["(1, {'a': 0})"]),
+        (["'1'"], r"returned '1' \(str\)", ["1"]),
+        (["'a'", "None", "1"], "yielded None; expected a text", ["'a'", "'b'", "1"]),
+        (["3", "1"], r"yielded 3 \(int\); expected a text .* or, first, None or", ["'3'", "1"]),
+        (["b'a'", "1"], r"yielded b'a' \(bytes\)", ["b'a'.decode()", "1"]),
+        (
+            ["[]", "1"],
+            "yielded no messages; expected at least one",
+            ["[{'role': 'user', 'content': ''}]", "1"],
+        ),
+        (["{'restart': []}", "1"], "yielded no messages", ["{'restart': 'a'}", "1"]),
+        (
+            ["{'restart': 'a', 'x': 1}", "1"],
+            r"yielded \{'restart': 'a', 'x': 1\} \(dict\)",
+            ["{'restart': 'a'}", "1"],
+        ),
+        (
+            ["['a']", "1"],
+            r"the message 'a' \(str\); expected \{\"role\"",
+            ["[{'role': 'user', 'content': 'a'}]", "1"],
+        ),
+        (
+            ["[{'role': 'user'}]", "1"],
+            r"the message \{'role': 'user'\} \(dict\)",
+            ["[{'role': 'user', 'content': ''}]", "1"],
+        ),
+        (
+            ["[{'role': 'user', 'content': 3}]", "1"],
+            "the message {'role': 'user', 'content': 3}",
+            ["[{'role': 'user', 'content': '3'}]", "1"],
+        ),
+        (
+            ["[{'role': 'user', 'content': '', 'name': ''}]", "1"],
+            "the message .*'name'",
+            ["[{'role': 'tool', 'content': '', 'name': ''}]", "1"],
+        ),
         (
             ["'a'", "[{'role': 'system', 'content': ''}]", "1"],
             r"role 'system' \(str\); expected user or t",
+            ["'a'", "[{'role': 'user', 'content': ''}]", "1"],
         ),
         (
             ["[{'role': r, 'content': ''} for r in ('user', 'system')]", "1"],
             "a system message after another; put it first",
+            ["[{'role': r, 'content': ''} for r in ('system', 'user')]", "1"],
         ),
-        (["'a'", "{'messages': 'a', 'tools': []}", "1"], r"yielded \{'messages': 'a', 'tools'"),
-        (["{'messages': 'a', 'tools': [3]}", "1"], "yielded the tools .*; expected a list of sch"),
+        (
+            ["'a'", "{'messages': 'a', 'tools': []}", "1"],
+            r"yielded \{'messages': 'a', 'tools'",
+            ["{'messages': 'a', 'tools': []}", "1"],
+        ),
+        (
+            ["{'messages': 'a', 'tools': [3]}", "1"],
+            "yielded the tools .*; expected a list of sch",
+            ["{'messages': 'a', 'tools': [{'type': 'function', 'function': {'name': 'f'}}]}", "1"],
+        ),
         (
             ["[{'role': 'user', 'content': [{'type': 'image_url', 'image_url': 'x'}]}]", "1"],
             "parts of text",
+            ["[{'role': 'user', 'content': [{'type': 'text', 'text': 'x'}]}]", "1"],
         ),
-        (["[{'role': [], 'content': ''}]", "1"], r"role \[\] \(list\); expected system or user"),
-        (["{'restart': [{'role': 'x', 'content': ''}]}", "1"], "expected system or user or assis"),
+        (
+            ["[{'role': [], 'content': ''}]", "1"],
+            r"role \[\] \(list\); expected system or user",
+            ["[{'role': 'user', 'content': ''}]", "1"],
+        ),
+        (
+            ["{'restart': [{'role': 'x', 'content': ''}]}", "1"],
+            "expected system or user or assis",
+            [
+                "{'restart': [{'role': r, 'content': ''} for r in ('assistant', 'user')]}",
+                "1",
+            ],
+        ),
         (
             ["['a' * 9**6] and [{'role': 'user', 'content': 'a' * 10**6}] * 40", "1"],
             "40 messages with",
+            ["[{'role': 'user', 'content': 'a'}] * 40", "1"],
         ),
     ],
 )
-def test_what_is_no_observation_and_no_reward_is_invalid(evaluated_pool, values, reason):
-    key = str(values)
-    step = get(evaluated_pool.open(key, {"values": values}, 0))
-    while not step.is_last:
-        step = get(evaluated_pool.say(key, ""))
+def test_what_is_no_observation_and_no_reward_is_invalid(evaluated_pool, values, reason, instead):
+    """`instead` has what the reason asks for."""
+
+    def last(values):
+        key = str(values)
+        step = get(evaluated_pool.open(key, {"values": values}, 0))
+        while not step.is_last:
+            step = get(evaluated_pool.say(key, ""))
+        return step
+
+    step = last(values)
     assert (step.reward, step.failure) == (0.0, "invalid")
     assert re.search(reason, step.reason), step.reason
+    assert last(instead).failure is None
 
 
 def test_texts_messages_and_new_contexts_are_observed(evaluated_pool):

@@ -26,21 +26,42 @@ def inputs(tmp_path_factory):
     return folder
 
 
+GSM8K = {"source": "gsm8k", "sft_rows": 33_000}
+ROWS = {"recipe": "rows", "columns": {"problem": "question", "solution": ""}}
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "message", "remedy"),
     [
-        ({"recipe": "math"}, "--recipe math: no such recipe; give one of openr1, "),
-        ({"student": "gone"}, "gone: no such tokenizer directory"),
-        ({"columns": {"problem": "q"}}, "--problem: --recipe openr1 has columns of its own"),
-        ({"recipe": "gsm8k"}, "--sft-rows 100: only --recipe openr1 splits its rows; leave it out"),
-        ({"recipe": "rows", "sft_rows": 33_000, "source": None}, "--recipe rows: no --source"),
-        ({"revision": "abc"}, "--revision abc: .* is a path"),
-        ({"source": "/gone"}, "/gone: no such file or folder; check --source"),
+        ({"recipe": "math"}, "--recipe math: no such recipe; give one of openr1, ", {}),
+        ({"student": "gone"}, "gone: no such tokenizer directory", {}),
+        ({"columns": {"problem": "q"}}, "--problem: --recipe openr1 has columns of its own", {}),
+        (
+            {"recipe": "gsm8k"},
+            "--sft-rows 100: only --recipe openr1 splits its rows; leave it out",
+            {"recipe": "gsm8k"} | GSM8K,
+        ),
+        (
+            {"recipe": "rows", "sft_rows": 33_000, "source": None},
+            "--recipe rows: no --source",
+            ROWS | GSM8K,
+        ),
+        ({"revision": "abc"}, "--revision abc: .* is a path", {}),
+        ({"student_revision": "abc"}, "--student-revision abc: .* leave it out", {}),
+        ({"source": "/gone"}, "/gone: no such file or folder; check --source", {}),
+        (
+            ROWS | GSM8K | {"columns": {"problem": ""}},
+            "--problem '': .*; give the name of its column",
+            ROWS | GSM8K,
+        ),
     ],
 )
-def test_options_that_do_not_fit(inputs, changes, message):
+def test_options_that_do_not_fit(inputs, monkeypatch, changes, message, remedy):
+    """The remedy has the options that then fit."""
+    monkeypatch.chdir(inputs)
     with pytest.raises(UserError, match=message):
         small_preparation(inputs, inputs / "data", **changes)
+    small_preparation(inputs, inputs / "data", **remedy)
 
 
 def test_data_and_student_come_from_the_hub_at_a_commit(inputs, tmp_path, monkeypatch):
@@ -145,6 +166,9 @@ def test_no_file_of_a_source_is_passed_over(inputs, tmp_path, names, recipe, ref
         return
     with pytest.raises(DataError, match=refused):
         small_preparation(inputs, source / "out", **options)
+    if "missing" not in refused:  # which is downloaded
+        options["source"] = str(source / names[0])
+        small_preparation(inputs, source / "out", **options)
 
 
 def test_bad_files_are_named(tmp_path):
@@ -152,6 +176,8 @@ def test_bad_files_are_named(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=message):
             require_columns(tmp_path / name, ["a"])
+        (tmp_path / name).write_text('{"a": 1}\n')
+        require_columns(tmp_path / name, ["a"])
 
     refuses("b.jsonl", b"", r"b\.jsonl: no rows in it")
     refuses("c.jsonl", b'{"b": 1}\n', r"c\.jsonl: no column 'a'; it has b\. .*--problem")
