@@ -85,7 +85,9 @@ def layer_spec(
             other.mlp,
             other.pre_mlp_layernorm,
         )
-        dense.submodules.sharded_state_dict_keys_map |= other.sharded_state_dict_keys_map
+        names = other.sharded_state_dict_keys_map  # in checkpoints; attention keeps the layer's
+        names.pop("input_layernorm.", None)
+        dense.submodules.sharded_state_dict_keys_map |= names
     number = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
     first = get_transformer_layer_offset(config, vp_stage, pipeline_rank)
     layers = [

@@ -106,12 +106,16 @@ def test_extra_state_is_neither_saved_nor_needed(
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("qwen3", "mlp.linear_fc1.layer_norm_weight"), ("qwen3_moe", "pre_mlp_layernorm.weight")],
+    [
+        ("qwen3", "mlp.linear_fc1.layer_norm_weight"),
+        ("qwen3_moe", "pre_mlp_layernorm.weight"),
+        ("deepseek_v2", "0.input_layernorm.weight"),  # latents, and a dense MLP in this layer
+    ],
 )
-def test_the_second_norm_has_the_name_of_transformer_engines_layers(
+def test_norms_have_the_names_of_transformer_engines_layers(
     world: World, family: str, name: str
 ) -> None:
-    """Which fuse it into the MLP that follows, but not into experts."""
+    """Which fuse them into the MLP or attention that follows, but not into experts or latents."""
     model = build_model(tiny.architecture(family), world, seed=None)
     saved = {item.key for item in weights_of(model)["model0"].values()}
     assert f"decoder.layers.{name}" in saved
