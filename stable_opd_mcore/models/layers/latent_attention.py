@@ -60,7 +60,8 @@ class LatentAttention(MegatronModule):
         architecture: Architecture,
         layer_number: int,
         pg_collection: Any,
-        **options: Any,
+        cp_comm_type: str = "p2p",
+        **unused: Any,
     ) -> None:
         super().__init__(config)
         latent = architecture.latent
@@ -92,7 +93,7 @@ class LatentAttention(MegatronModule):
                 k_channels=architecture.head_dim,
                 v_channels=latent.value_dim,
                 pg_collection=pg_collection,
-                **options,
+                cp_comm_type=cp_comm_type,
             )
 
     def forward(

@@ -18,6 +18,19 @@ EXPERTS = [
     "student.architecture.moe_intermediate_size=48",
     "student.architecture.norm_topk_prob=true",
 ]
+LATENTS = [
+    "student.architecture.model_type=glm4_moe_lite",
+    "student.architecture.n_routed_experts=8",
+    "student.architecture.num_experts_per_tok=2",
+    "student.architecture.n_shared_experts=1",
+    "student.architecture.moe_intermediate_size=48",
+    "student.architecture.routed_scaling_factor=1.8",
+    "student.architecture.q_lora_rank=32",
+    "student.architecture.kv_lora_rank=32",
+    "student.architecture.qk_nope_head_dim=32",
+    "student.architecture.qk_rope_head_dim=16",
+    "student.architecture.v_head_dim=32",
+]
 FP8 = ["train.precision=bf16", "fp8.student=blockwise", "fp8.reference=tensorwise"]
 TENSOR = ["parallel.tensor=2", "parallel.sequence=true"]
 
@@ -31,8 +44,9 @@ TENSOR = ["parallel.tensor=2", "parallel.sequence=true"]
         [*TENSOR, "parallel.pipeline=2"],
         [*QWEN3, *TENSOR, *FP8],
         [*EXPERTS, *TENSOR, "parallel.expert=4", *FP8],
+        [*LATENTS, *TENSOR, "parallel.expert=2", "train.precision=bf16"],
     ],
-    ids=["qwen2", "qwen3, FP8", "experts, FP8"],
+    ids=["qwen2", "qwen3, FP8", "experts, FP8", "latents"],
 )
 def test_transformer_engines_layers_have_the_parameters_of_torchs(overrides: list[str]) -> None:
     config = load_config(CONFIGS / "smoke_cpu.yaml", overrides)
