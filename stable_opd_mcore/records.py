@@ -227,6 +227,8 @@ class Rollout(_WithArrays):
         default_factory=dict[str, float]
     )  # what its environment returned
     feedback: str | None = None  # what environment or reward function say of it, for the teacher
+    # what became of an agent's requests, and of its tokens (rollout/agent_account.py)
+    account: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
         super().__post_init__()

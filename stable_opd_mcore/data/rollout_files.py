@@ -90,6 +90,7 @@ class _RolloutColumns(_Columns):
     seed: int | None = None  # where an environment plays it
     metrics: dict[str, FiniteFloat] = {}  # what it returned with the reward
     feedback: str | None = None  # what it said of the episode, or a reward function of a response
+    account: dict[str, int] = {}  # of an agent's requests and tokens
     turns: list[_Turn] | None = None  # where it is more than one response to its prompt
 
 
@@ -151,6 +152,8 @@ def encode_rollout(rollout: Rollout) -> bytes:
         del row["metrics"]
     if rollout.feedback is None:
         del row["feedback"]
+    if not rollout.account:
+        del row["account"]
     if prompt.max_new_tokens is None:
         del row["max_new_tokens"]
     return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)

@@ -9,7 +9,6 @@ It runs the user's function in a process of its own, as training does.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,7 +38,6 @@ class Example:
     roles: frozenset[str]  # of the messages that continued a context
     failure: str | None  # why the environment failed; None: it did not
     setting: str = "data.train"  # or data.eval, which has the row
-    account: Mapping[str, float] | None = None  # of an agent's requests
     first_rewritten: str = ""  # what is wrong with the first request that was rewritten
 
     def of(self, setting: str) -> Example:
@@ -58,13 +56,11 @@ class Example:
         turns = [turn for turn in rollout.turns if turn.num_tokens]
         observed = sum(len(turn.before) for turn in turns)
         contexts = 1 + sum(turn.restarts for turn in rollout.turns[1:])
-        account = (
-            "" if self.account is None else (f"; {contexts} contexts, {account_text(self.account)}")
-        )
+        account = f"; {contexts} contexts, {account_text(rollout.account)}"
         return (
             f"environment  {self.function}, {self.setting} row "
             f"{rollout.prompt.prompt_id}: {len(turns)} turns, {len(rollout.token_ids)} sampled "
-            f"and {observed} observed tokens; {ending}{account}"
+            f"and {observed} observed tokens; {ending}{account if rollout.account else ''}"
         )
 
 
@@ -111,12 +107,10 @@ def play_episode(
         interaction.close()
     if interaction.refusal is not None:
         raise DataError(interaction.refusal)
-    account, first_rewritten = interaction.account() or (None, "")
     return Example(
         str(settings.function),
         episode.rollout(),
         frozenset(interaction.roles),
         interaction.first_failure,
-        account=account,
-        first_rewritten=first_rewritten,
+        first_rewritten=interaction.first_rewritten(),
     )

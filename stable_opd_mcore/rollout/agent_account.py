@@ -3,7 +3,13 @@
 Not here: who counts it (histories.py, sessions.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stable_opd_mcore.metrics import Mean
 
 # What becomes of an agent's requests, each counted in one of these
 KINDS = (
@@ -30,17 +36,47 @@ COUNTS = (
     "stop_cut_tokens",  # sampled after a text at which a request wanted the turn to stop
     "unread_turns",  # whose client had gone, and did not ask again
 )
+# Of tokens; metrics have their shares
+TOKENS = (
+    "sampled_tokens",
+    "trained_tokens",  # sampled, but not behind a `stop`, nor in an attempt that failed
+    "context_tokens",  # of all contexts that are trained, whoever wrote them
+    "repeated_tokens",  # of these, in how many another context of the episode begins as well
+)
 
 
-def lost_share(counts: Mapping[str, float]) -> float:
+def lost_share(counts: Mapping[str, int]) -> float:
     """The share of rewritten requests, of those that have turns of the student."""
     lost = counts.get("rewritten", 0)
     of = lost + counts.get("continued", 0) + counts.get("forked", 0)
     return lost / of if of else 0.0
 
 
-def account_text(counts: Mapping[str, float]) -> str:
-    """What became of an agent's requests, for people."""
-    kinds = ", ".join(f"{counts.get(name, 0):g} {name}" for name in KINDS)
-    more = [f"{name} {counts[name]:g}" for name in COUNTS if name not in KINDS and counts.get(name)]
-    return f"requests: {kinds}" + (f" ({', '.join(more)})" if more else "")
+def num_repeated(contexts: Sequence[NDArray[np.int32]]) -> int:
+    """The tokens of an episode's contexts less the nodes of the tree that the contexts are."""
+    in_order = sorted(contexts, key=lambda ids: ids.astype(">i4").tobytes())
+    return sum(_num_shared(a, b) for a, b in pairwise(in_order))
+
+
+def _num_shared(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """With how many tokens both begin."""
+    length = min(len(a), len(b))
+    return int(next(iter(np.flatnonzero(a[:length] != b[:length])), length))
+
+
+def shares(counts: Mapping[str, int]) -> dict[str, Mean]:
+    """Of the sampled tokens those that are trained, and of the read ones those read again."""
+    sampled, trained, read, repeated = (counts.get(name, 0) for name in TOKENS)
+    return {"trained_share": Mean(trained, sampled), "repeated_share": Mean(repeated, read)}
+
+
+def account_text(counts: Mapping[str, int]) -> str:
+    """What became of an agent's requests and of the student's tokens, for people."""
+    kinds = ", ".join(f"{counts.get(name, 0)} {name}" for name in KINDS)
+    more = [f"{name} {counts[name]}" for name in COUNTS if name not in KINDS and counts.get(name)]
+    others = f" ({', '.join(more)})" if more else ""
+    sampled, trained, read, repeated = (counts.get(name, 0) for name in TOKENS)
+    return (
+        f"requests: {kinds}{others}; {trained} of {sampled} sampled tokens trained, "
+        f"{repeated} of {read} context tokens repeated"
+    )

@@ -93,7 +93,6 @@ class AgentPool:
         self._error: BaseException | None = None
         self._starting = threading.Lock()
         self._running: dict[int, AgentProcess] = {}  # by the number of the session
-        self.last_account: Counter[str] = Counter()  # of the episode that ended last
         self.first_rewritten = ""  # what is wrong with the first such request
         self._events: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._waiting: SimpleQueue[Session | None] = SimpleQueue()  # for a process
@@ -115,8 +114,8 @@ class AgentPool:
         self.post(self._close, key)
 
     def take_counts(self) -> Counter[str]:
-        """COUNTS of the training episodes that have ended since the last call. If more requests
-        than environment.max_lost_share were rewritten, the run has to end."""
+        """COUNTS and TOKENS of the training episodes that have ended since the last call. If more
+        requests than environment.max_lost_share were rewritten, the run has to end."""
         with self._counting:
             counts, self._counts = self._counts, Counter()
         most, lost = self.settings.max_lost_share, lost_share(counts)
@@ -182,14 +181,12 @@ class AgentPool:
         for key in [*self._sessions]:
             self._close(key)
 
-    def remove(self, session: Session) -> None:
-        """Forget a session that is over, and count what its harness lost."""
+    def remove(self, session: Session, account: Counter[str]) -> None:
+        """Forget a session that is over, and add what is counted of it."""
         if self._sessions.get(session.asked.key) is not session:
             return
         del self._sessions[session.asked.key]
-        account = session.account()
         with self._counting:
-            self.last_account = account
             self.first_rewritten = self.first_rewritten or session.first_rewritten
             if session.asked.is_training:
                 self._counts += account

@@ -44,6 +44,7 @@ class End:
     failure: GradingFailure | None = None  # with `failed`
     metrics: Mapping[str, float] = field(default_factory=dict)  # what its environment returned
     feedback: str | None = None  # see Rollout
+    account: Mapping[str, int] = field(default_factory=dict[str, int])  # see Rollout
     kept: Kept | None = None  # see Observed
 
 
@@ -73,6 +74,7 @@ class Episode:
     failure: GradingFailure | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)  # see End
     feedback: str | None = None  # see Rollout
+    account: Mapping[str, int] = field(default_factory=dict[str, int])  # see Rollout
     tools: tuple[Mapping[str, Any], ...] = ()  # see Observed
     # With environment.history=template: the messages that the context renders, up to its last turn
     conversation: tuple[Message, ...] = ()
@@ -173,7 +175,7 @@ class Episode:
             return self._cut(what.kept).after(replace(what, kept=None))
         if isinstance(what, End):
             ended = {"reward": what.reward, "failure": what.failure, "metrics": what.metrics}
-            ended |= {"feedback": what.feedback}
+            ended |= {"feedback": what.feedback, "account": what.account}
             return replace(self, finish_reason=what.ending, **ended)
         read = np.array(what.token_ids, np.int32)
         contexts, number = self.contexts, self.number if what.context is None else what.context
@@ -250,6 +252,7 @@ class Episode:
             turns=ordered.turns,
             metrics=self.metrics,
             feedback=self.feedback,
+            account=self.account,
         )
 
 

@@ -122,6 +122,11 @@ class Histories:
         self._contexts[number : number + 1] = [context]
         self.counts.update(self._asked.counted)
 
+    @property
+    def contexts(self) -> list[NDArray[np.int32]]:
+        """All token ids of each, up to the end of its last turn."""
+        return [context.ids for context in self._contexts]
+
     # ---- which context
 
     def _match(self, keys: Sequence[_Key], tools: tuple[Tool, ...] | None) -> _Match | None:

@@ -31,6 +31,7 @@ from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.metrics import Metrics, Sum
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.agent_account import COUNTS as AGENT_COUNTS
+from stable_opd_mcore.rollout.agent_account import shares
 from stable_opd_mcore.rollout.agents import AgentPool, Notes
 from stable_opd_mcore.rollout.environment_answers import Answer
 from stable_opd_mcore.rollout.environments import EnvironmentPool
@@ -140,15 +141,15 @@ class Interaction:
             counts, self._counts = self._counts, Counter[str]()
         for pool in self._pools.values():
             counts.update(pool.take_counts())
-        kinds = self._are_agents.values()
-        names = (*COUNTS, *(AGENT_COUNTS if any(kinds) else ()))
-        return Metrics({f"environment/{name}": Sum(counts[name]) for name in names})
+        names = (*COUNTS, *(AGENT_COUNTS if self.has_agents else ()))
+        found = {name: Sum(counts[name]) for name in names}
+        found |= shares(counts) if self.has_agents else {}
+        return Metrics({f"environment/{name}": value for name, value in found.items()})
 
-    def account(self) -> tuple[Mapping[str, float], str] | None:
-        """What is counted of the agent's episode that ended last, and what is wrong with the first
-        request whose history was rewritten; None without agents."""
+    def first_rewritten(self) -> str:
+        """What is wrong with the first request of an agent whose history was rewritten."""
         pools = [pool for pool in self._pools.values() if isinstance(pool, AgentPool)]
-        return (pools[-1].last_account, pools[-1].first_rewritten) if pools else None
+        return next((pool.first_rewritten for pool in pools if pool.first_rewritten), "")
 
     @property
     def has_agents(self) -> bool:

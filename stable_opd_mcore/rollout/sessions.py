@@ -33,6 +33,7 @@ from stable_opd_mcore.data.tool_calls import ToolCalls
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError, UserError
 from stable_opd_mcore.host.worker_processes import set_future
+from stable_opd_mcore.rollout.agent_account import num_repeated
 from stable_opd_mcore.rollout.agent_calls import Call, Clock
 from stable_opd_mcore.rollout.environment_answers import Answer
 from stable_opd_mcore.rollout.environment_process import EnvironmentFailure
@@ -47,8 +48,8 @@ class Pool(Protocol):
         """Have this called in the thread in which sessions change."""
         ...
 
-    def remove(self, session: Session) -> None:
-        """Forget a session that is over."""
+    def remove(self, session: Session, account: Counter[str]) -> None:
+        """Forget a session that is over, and add what is counted of it."""
         ...
 
     def stop(self, session: Session) -> None:
@@ -199,8 +200,10 @@ class Session:
         """Give the engine what follows, if it waits and something does."""
         while self._seen is not None and self._open is None:
             if self._outcome is not None:
-                self.pool.remove(self)
-                self._give(self._outcome[0])
+                (what,) = self._outcome
+                account = self._account(what)
+                self.pool.remove(self, account)
+                self._give(replace(what, account=account) if isinstance(what, End) else what)
             elif not self._queue:
                 return
             elif (observed := self._what_follows(self._queue.popleft())) is not None:
@@ -262,6 +265,7 @@ class Session:
             self._kept = self._cut(ids, text[:end])
             self.counts["stop_cut_tokens"] += turn.num_tokens - self._kept.num_tokens
             text = text[:begin]
+        self.counts["sampled_tokens"] += turn.num_tokens
         num_tokens = turn.num_tokens if self._kept is None else self._kept.num_tokens
         was_cut = self._kept is None and turn.finish_reason == Ending.LENGTH
         opened = turn.before or turn.restarts
@@ -304,9 +308,15 @@ class Session:
         else:
             self.end(End(Ending.FAILED, 0.0, failure.failure))
 
-    def account(self) -> Counter[str]:
-        """What is counted of the episode, at its end."""
-        return self.counts + self._histories.counts + Counter(unread_turns=len(self._unread))
+    def _account(self, outcome: WhatFollows | UserError) -> Counter[str]:
+        """COUNTS and TOKENS of the episode, at its end."""
+        counts = self.counts + self._histories.counts + Counter(unread_turns=len(self._unread))
+        if isinstance(outcome, End) and outcome.ending != Ending.FAILED:
+            contexts = self._histories.contexts
+            counts["trained_tokens"] = counts["sampled_tokens"] - counts["stop_cut_tokens"]
+            counts["context_tokens"] = sum(map(len, contexts))
+            counts["repeated_tokens"] = num_repeated(contexts)
+        return +counts
 
     @property
     def first_rewritten(self) -> str:

@@ -43,6 +43,7 @@ ROLLOUTS = [
         finish_reason="length",
         weight_version=3,
         segments=(Segment(1, 3), Segment(2, 5)),
+        account={"begun": 1, "sampled_tokens": 3},
     ),
 ]
 EPISODES = [

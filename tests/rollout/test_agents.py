@@ -18,6 +18,7 @@ from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Sum
 from stable_opd_mcore.records import Prompt, Sampling
+from stable_opd_mcore.rollout.agent_account import num_repeated
 from stable_opd_mcore.rollout.episodes import Episode
 from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.serving.http_process import HTTP
@@ -221,11 +222,18 @@ def test_a_request_is_a_turn_and_its_limits_cut_it(interact, tokenizer, tmp_path
         usage = replies[[*turns].index(turn) + (turn is turns[3])]["usage"]
         assert usage["completion_tokens"] == turn.num_tokens
         assert usage["prompt_tokens"] == len(turns[0].before)
-    assert counts(interaction) == {
-        "begun": 4,
-        "forced_calls": 1,
-        "stop_cut_tokens": len(kept) + 1 - turns[2].num_tokens,
+    counted = {"begun": 4, "forced_calls": 1}
+    counted["stop_cut_tokens"] = num_cut = len(kept) + 1 - turns[2].num_tokens
+    assert counts(interaction) == counted
+    num_trained, num_read = len(rollout.token_ids), 4 * len(turns[0].before)
+    assert rollout.account == {
+        **counted,
+        "sampled_tokens": num_trained + num_cut,
+        "trained_tokens": num_trained,
+        "context_tokens": num_read + num_trained,
+        "repeated_tokens": num_repeated(episode.contexts),
     }
+    assert num_repeated(episode.contexts) >= num_read * 3 / 4
 
 
 def test_parallel_requests_get_one_turn_each(interact, tokenizer, tmp_path):
@@ -329,6 +337,8 @@ def test_a_second_attempt_is_the_episode(interact, tokenizer, tmp_path):
     episode = play(interaction, tokenizer, row)
     assert (episode.finish_reason, episode.reward, len(episode.turns)) == ("stop", 1, 1)
     assert interaction.first_failure is None
+    assert "sampled_tokens" in episode.account
+    assert interaction.take_metrics()["environment/trained_share"].value() == 0.5
 
 
 def test_an_agent_that_calls_nobody_is_invalid(interact, tokenizer):

@@ -142,6 +142,7 @@ def test_agents_train_and_each_token_counts_once_whatever_its_context(tmp_path):
         assert 1 <= row["rollout/turns_mean"] <= 2
         assert row["environment/continued"] + row["environment/begun"] > 12
         assert row["environment/rewritten"] == 0
+        assert row["environment/trained_share"] == 1
     (results,) = (tmp_path / "page").glob("evaluation/*/results.json")
     accuracy = json.loads(results.read_text())["benchmarks"]["held_out"]["accuracy"]
     scored = grade_files(

@@ -85,8 +85,9 @@ def failing_environments(inputs: RunInputs) -> Iterator[Finding]:
 def rewritten_histories(inputs: RunInputs) -> Iterator[Finding]:
     """Agents that give the student's turns back in another form."""
     for example in inputs.example_episodes:
-        if example.account and example.account.get("rewritten"):
-            share = f"{lost_share(example.account):.0%}"
+        account = example.rollout.account
+        if account.get("rewritten"):
+            share = f"{lost_share(account):.0%}"
             given = {"function": example.function, "first": example.first_rewritten}
             yield finding("rewritten-history", share=share, **given)
 
