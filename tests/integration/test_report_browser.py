@@ -166,20 +166,36 @@ def test_observed_text_stands_between_the_turns(browser, tmp_path):
     store_tokens(run, 1, ["go ", "north", "stop"], advantage=(0.5, -0.5, 0.0))
     path = RunDirectory(run).rollouts(1)
     first, *others = read_rollouts(path)
+    again = (*first.prompt.token_ids, *first.token_ids[:2].tolist(), 7)  # a fork of the first turn
     turns = (
         Turn(2, "stop", text="go north"),
-        Turn(1, "stop", (7,), True, text="stop", observed="a wall"),
+        Turn(1, "stop", again, True, text="stop", observed="a wall"),
     )
-    both = [replace(first, turns=turns), replace(first, turns=turns, sample_index=9)]
+    agents = replace(first, turns=turns, account={"begun": 1, "forked": 1, "sampled_tokens": 3})
+    third = Turn(0, "stop", (8,), True, observed="another")
+    both = [agents, replace(first, turns=(*turns, third), sample_index=9)]
     write_rollouts(path, [*both, *others])
     open_report(browser, write_report([run], tmp_path / "report.html"))
-    expected = "go north\n… a new context …\na wallstop"
+    expected = "go north\n… a new context that continues turn 1 …\na wallstop"
     assert browser.run("document.querySelector('.tokens').textContent") == expected
     assert "2 turns" in browser.run("document.querySelector('.facts').textContent")
+    tree = "document.querySelector('.contexts > li')"
+    nested = "turn 1 4 tokens" + "turn 2 6 tokens, continues turn 1"
+    assert browser.run(f"{tree}.textContent") == nested
+    assert browser.run(f"{tree}.querySelector(':scope > ul button').textContent") == "turn 2"
+    account = browser.run("document.querySelector('#reader-detail p').textContent")
+    assert account.startswith("requests: 0 continued, 1 forked, 1 begun, 0 rewritten; 0 of 3 ")
+    dimmed = "getComputedStyle(document.querySelectorAll('.observed')[1]).opacity"
+    assert float(browser.run(dimmed)) < 1
     browser.press("j")
     browser.wait("!document.querySelector('.tokens')")
+    assert browser.run("document.querySelectorAll('.contexts > li').length") == 2
     shown = "document.querySelectorAll('#reader-detail pre')[1]"
-    assert browser.run(f"{shown}.textContent") == expected
+    another = "\n… a new context …\nanother"
+    assert browser.run(f"{shown}.textContent") == expected + another
+    browser.run("scrollTo(0, 0)")
+    browser.run("document.querySelectorAll('.contexts button')[2].click()")
+    browser.wait("scrollY > 0")
     seen = f"{shown}.querySelectorAll('.observed')[1].textContent"
     assert browser.run(seen).endswith("a wall")
     assert browser.console == []

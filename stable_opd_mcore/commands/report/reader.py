@@ -28,6 +28,7 @@ from stable_opd_mcore.data.token_files import TokenText, read_tokens
 from stable_opd_mcore.host.printable_text import printable
 from stable_opd_mcore.host.run_directory import ANY_STEP, RunDirectory
 from stable_opd_mcore.records import Rollout
+from stable_opd_mcore.rollout.agent_account import account_text
 
 LENGTH_BUDGET = "sampling.max_new_tokens"  # a run's setting
 SNIPPET_CHARACTERS = 80
@@ -101,7 +102,12 @@ def detail(
         "gap": None,
         "values": {},
     }
-    turns = [] if rollout.has_one_turn else _turns(rollout, limits, tokens is None)
+    if rollout.account:
+        shown["account"] = account_text(rollout.account)
+    continued = _continued(rollout)
+    if len(contexts := _contexts(rollout, continued)) > 1:
+        shown["contexts"] = contexts
+    turns = [] if rollout.has_one_turn else _turns(rollout, continued, limits, tokens is None)
     if turns:
         shown["turns"] = turns
     if tokens is None:
@@ -140,21 +146,38 @@ def _thought(rollout: Rollout, pieces: Sequence[str]) -> list[float]:
     return found
 
 
-def _turns(rollout: Rollout, limits: Limits, has_text: bool) -> list[dict[str, Any]]:
-    """For each turn the place of its first token, what was observed before it, the turn from whose
-    end its new context continues (from 1, or 0), and its text if tokens do not show it."""
+def _turns(
+    rollout: Rollout, continued: Sequence[int], limits: Limits, has_text: bool
+) -> list[dict[str, Any]]:
+    """For each turn its number, from 1, the place of its first token, what was observed before it,
+    see `_continued`, and its text if tokens do not show it."""
     limit = max(MIN_TURN_CHARACTERS, limits.characters // len(rollout.turns))
     starts = accumulate((turn.num_tokens for turn in rollout.turns[:-1]), initial=0)
     return [
         {
+            "number": number,
             "at": start,
             "observed": _cut(turn.observed, limit),
             "restarts": turn.restarts,
             "continues": continues,
             "text": _cut(turn.text, limit) if has_text else "",
         }
-        for turn, start, continues in zip(rollout.turns, starts, _continued(rollout), strict=True)
+        for number, (turn, start, continues) in enumerate(
+            zip(rollout.turns, starts, continued, strict=True), start=1
+        )
     ]
+
+
+def _contexts(rollout: Rollout, continued: Sequence[int]) -> list[dict[str, int]]:
+    """For each context its first and last turn, its tokens, and the turn that it continues."""
+    found: list[dict[str, int]] = []
+    for number, (turn, continues) in enumerate(zip(rollout.turns, continued, strict=True), start=1):
+        if turn.restarts or not found:
+            num_tokens = 0 if turn.restarts else len(rollout.prompt.token_ids)
+            found.append({"first": number, "continues": continues, "tokens": num_tokens})
+        found[-1]["last"] = number
+        found[-1]["tokens"] += len(turn.before) + turn.num_tokens
+    return found
 
 
 def _continued(rollout: Rollout) -> list[int]:

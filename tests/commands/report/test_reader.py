@@ -177,6 +177,10 @@ def test_a_transcript_shows_what_was_observed(tmp_path):
     assert [turn["observed"] for turn in shown][:2] == ["", "so?"]
     assert "8,700 characters are left out" in shown[2]["observed"]
     assert [turn["restarts"] for turn in shown] == [False, False, True]
+    assert detail(episode, [], 0, WIDE)["contexts"] == [
+        {"first": 1, "last": 2, "continues": 0, "tokens": 2 + 40 + 1 + 3},
+        {"first": 3, "last": 3, "continues": 0, "tokens": 1 + 2},
+    ]
     pieces = tokens([f"<{i}>" for i in range(45)])
     for limit, places in ((100, [0, 40, 43]), (10, [0, None, 8]), (2, [0, None, None])):
         shown = detail(episode, [pieces], 0, Limits(limit, 900))

@@ -156,11 +156,29 @@
       element("span", `weights ${weights(rollout)}`), element("span", `compresses ${rollout.compression.toFixed(1)}×`));
     if (rollout.repeats) facts.append(badge(`last ${rollout.repeats.toLocaleString("en-US")} tokens repeat`, "flag"));
     const sides = element("div", undefined, "sides"), left = element("div"), right = element("div");
-    left.append(block("Problem", found.prompt), ...response(found));
+    left.append(block("Problem", found.prompt), ...contexts(found), ...response(found));
     right.append(block("Gold answer", found.answer ?? "–", verdict(rollout)));
     right.append(block("Golden solution", found.golden ?? "none is stored"));
     sides.append(left, right);
     detail.replaceChildren(facts, sides);
+  }
+
+  // The contexts of an episode, each under the one that it continues, and what became of an agent's requests.
+  function contexts({ contexts = [], account }) {
+    const number = (n) => n.toLocaleString("en-US"), tree = element("ul", undefined, "contexts");
+    const items = contexts.map(({ first, last, continues, tokens }) => {
+      const item = element("li"), turns = element("button", first === last ? `turn ${first}` : `turns ${first} to ${last}`);
+      turns.addEventListener("click", () => detail.querySelector(`[data-turn="${first}"]`)?.scrollIntoView({ block: "center" }));
+      item.append(turns, ` ${number(tokens)} tokens${continues ? `, continues turn ${continues}` : ""}`);
+      return item;
+    });
+    contexts.forEach(({ continues }, index) => {
+      const parent = items[contexts.findIndex(({ first, last }) => first <= continues && continues <= last)];
+      if (parent && !parent.querySelector("ul")) parent.append(element("ul"));
+      (parent?.querySelector("ul") ?? tree).append(items[index]);
+    });
+    return [...(account ? [element("h5", "Account of the agent"), element("p", account, "note")] : []),
+      ...(contexts.length ? [element("h5", "Contexts"), tree] : [])];
   }
 
   function response(found) {
@@ -206,9 +224,10 @@
   }
 
   // What the student read before a turn.
-  function observed({ observed, restarts, continues }) {
+  function observed({ observed, restarts, continues, number }) {
     const from = continues ? ` that continues turn ${continues}` : "";
     const span = element("span", restarts ? `\n… a new context${from} …\n` : "", "observed");
+    span.dataset.turn = number;
     highlighted(span, observed);
     return span;
   }
