@@ -131,6 +131,7 @@ def _run(
     base_url: str,
 ) -> NoReturn:
     """Run the function in the child, and send what it returned."""
+    own = os.getpid()
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     signal.signal(signal.SIGTERM, _stay)  # a handler: programs that it starts get the default
@@ -150,6 +151,8 @@ def _run(
         os._exit(1)
     with suppress(OSError):
         sys.stdout.flush()
+    if os.getpid() != own:  # a fork that the function made of itself; the episode is not its own
+        os._exit(0)
     result.send_bytes(answer.encoded())
     os._exit(0)
 

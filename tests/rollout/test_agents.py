@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -57,6 +58,7 @@ def talk(row, seed, base_url):
 
 
 def parallel(row, seed, base_url):
+    threading.stack_size(2**18)  # a thousand fit into memory_gib
     got, threads = [], []
     def ask(number):
         got.append(say(base_url, [user(str(number))]))
@@ -96,6 +98,7 @@ def long_history(row, seed, base_url):
 
 
 def endless(row, seed, base_url):
+    Path(row["file"]).write_text(base_url)
     messages = [user("1+1?")]
     while True:
         said = say(base_url, messages)
@@ -104,6 +107,13 @@ def endless(row, seed, base_url):
 
 async def awaited(row, seed, base_url):
     return float(say(base_url, [user("1+1?")]) == "turn 0")
+
+
+def forking(row, seed, base_url):
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return say(base_url, [user("of the parent")]) == "turn 1"
+    return say(base_url, [user("of its copy")]) == "never"
 
 
 def silent(row, seed, base_url):
@@ -236,6 +246,14 @@ def test_a_request_is_a_turn_and_its_limits_cut_it(interact, tokenizer, tmp_path
     assert num_repeated(episode.contexts) >= num_read * 3 / 4
 
 
+def test_of_a_thousand_requests_at_once_as_many_get_a_turn_as_may(interact, tokenizer, tmp_path):
+    interaction = interact("parallel", max_turns=5)
+    row = {"file": str(tmp_path / "got"), "number": 1000}
+    episode = play(interaction, tokenizer, row)
+    assert (episode.finish_reason, len(episode.turns), len(episode.contexts)) == ("turns", 5, 5)
+    assert not (tmp_path / "got").exists()  # its process was killed
+
+
 def test_parallel_requests_get_one_turn_each(interact, tokenizer, tmp_path):
     row = {"file": str(tmp_path / "got"), "number": 12}
     interaction = interact("parallel", max_turns=20)
@@ -295,17 +313,22 @@ def test_a_full_window_is_an_error_that_the_agent_can_answer(interact, tokenizer
     assert counts(interaction) == {"begun": 1, "refused_requests": 1}
 
 
-def test_an_episode_ends_at_its_most_turns_and_its_process_with_it(interact, tokenizer):
-    interaction = interact("endless", max_turns=3)
-    episode = play(interaction, tokenizer, {})
+def test_an_episode_ends_at_its_most_turns_and_its_url_with_it(interact, tokenizer, tmp_path):
+    interaction, row = interact("endless", max_turns=3), {"file": str(tmp_path / "url")}
+    episode = play(interaction, tokenizer, row)
     assert (episode.finish_reason, episode.reward, len(episode.turns)) == ("turns", 0, 3)
     assert len(episode.contexts) == 1
-    assert play(interaction, tokenizer, {}, sample=1).finish_reason == "turns"
+    url = (tmp_path / "url").read_text()
+    assert play(interaction, tokenizer, row, sample=1).finish_reason == "turns"
     assert counts(interaction)["continued"] == 4
+    body = {"messages": [{"role": "user", "content": "1+1?"}]}
+    for of, status in ((url, 410), (url[:-4] + "/v1", 404)):  # of this one, of none
+        assert httpx.post(f"{of}/chat/completions", json=body).status_code == status
 
 
-def test_an_agent_may_be_a_coroutine(interact, tokenizer):
-    assert play(interact("awaited"), tokenizer, {}).reward == 1
+@pytest.mark.parametrize("name", ["awaited", "forking"])
+def test_an_agent_may_be_a_coroutine_or_fork_itself(interact, tokenizer, name):
+    assert play(interact(name), tokenizer, {}).reward == 1
 
 
 @pytest.mark.parametrize(
