@@ -23,6 +23,8 @@ def test_a_broken_file_is_named(content, words, tmp_path):
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(DataError, match=f"a.json: {words}"):
         read_json_object(tmp_path / "a.json", 2**20)
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    assert read_json_object(tmp_path / "a.json", 2**20) == {"a": 1}
 
 
 def test_a_line_without_an_object_is_named():

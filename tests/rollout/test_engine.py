@@ -55,3 +55,5 @@ def test_impossible_prompts_are_refused(ids, sampling, message):
 def test_impossible_sampling_is_refused(wrong, message):
     with pytest.raises(UserError, match=message):
         Sampling(**wrong)
+    for value in (1, *(0.0, 1e-3) * ("temperature" in wrong)):
+        Sampling(**dict.fromkeys(wrong, value))

@@ -27,6 +27,9 @@ def test_without_a_path_there_is_no_key_and_a_bad_path_is_named(tmp_path):
     (tmp_path / "key").write_text("\n")
     with pytest.raises(ValueError, match=r"api_key_file=.*key: the file is empty"):
         read_api_key(tmp_path / "key")
+    (tmp_path / "key").unlink()
+    make_api_key(tmp_path / "key")  # as `stable-opd serve` does
+    assert read_api_key(tmp_path / "key")
     contents = {b"a\nb": "one word", "ß".encode(): "one word", b"\xff": "a text"}
     for content, message in contents.items():
         (tmp_path / "key").write_bytes(content)

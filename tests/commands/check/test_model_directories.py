@@ -60,8 +60,11 @@ def test_a_directory_that_may_mean_another_model_is_refused(tmp_path, model):
     with pytest.raises(UserError, match=r"two sets of weights, model\.safetensors and"):
         check(tmp_path, path)
     adapter.write_text("{}")
-    with pytest.raises(UserError, match=r"holds adapter_config\.json; an adapter is not read"):
+    with pytest.raises(UserError, match=r"holds adapter_config\.json; .*or move its files away"):
         check(tmp_path, path)
+    adapter.unlink()
+    index.unlink()
+    check(tmp_path, path)
 
 
 def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path):
@@ -78,8 +81,17 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path):
     ):
         check(tmp_path, path)
     save_file({**tensors, "lm_head.weight": torch.zeros(3, 32)}, f"{path}/model.safetensors")
-    with pytest.raises(UserError, match=r"lm_head\.weight differs"):
+    with pytest.raises(UserError, match=r"differs .*; set that to false, or remove lm_head"):
         check(tmp_path, path)
+    del tensors["lm_head.weight"]
+    save_file(tensors, f"{path}/model.safetensors")
+    assert check(tmp_path, path) == []
+    untied = write_model(tmp_path / "untied")
+    save_file(tensors, f"{untied}/model.safetensors")
+    with pytest.raises(UserError, match=r"tie_word_embeddings=true, .*; set that if the model was"):
+        check(tmp_path, untied)
+    save_file({**tensors, "lm_head.weight": torch.zeros(272, 32)}, f"{untied}/model.safetensors")
+    assert check(tmp_path, untied) == []
 
 
 HEAD, LAST = "lm_head.weight", "model.norm.weight"
@@ -112,6 +124,9 @@ def test_tensors_that_the_index_leaves_out_are_read(tmp_path, unlisted, added, w
     else:
         with pytest.raises(UserError, match=words):
             check(tmp_path, path)
+        kept = {name: tensors[name] for name in in_b if name not in unlisted}
+        save_file(kept, f"{path}/b.safetensors")  # without what is wrong there
+        check(tmp_path, path)
 
 
 def test_a_distributed_checkpoint_of_another_program_is_refused_in_the_words_of_train(tmp_path):

@@ -216,6 +216,9 @@ def test_damaged_directories_are_refused(
     name = min(load_file(file))
     damage(file, name)
     _assert_refused(directory, world, message.format(file=file.name, name=name))
+    for whole in (checkpoint / file.name, checkpoint / INDEX):  # downloaded again
+        shutil.copy(whole, directory)
+    load_hf(build_model(tiny.architecture("qwen3"), world, seed=8), directory)
 
 
 def test_failed_export_keeps_the_previous_directory(world: World, tmp_path: Path) -> None:
