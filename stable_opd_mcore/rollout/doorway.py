@@ -6,7 +6,13 @@ Not here: HTTP (serving/), what becomes of a request (sessions.py).
 from collections import deque
 from concurrent.futures import Future
 
-from stable_opd_mcore.data.chat_api import ChatReply, ChatRequest, episode_over, unknown_episode
+from stable_opd_mcore.data.chat_api import (
+    ChatReply,
+    ChatRequest,
+    RequestError,
+    episode_over,
+    unknown_episode,
+)
 from stable_opd_mcore.rollout.sessions import Session
 
 _MAX_OVER = 10_000  # ended episodes whose URLs are remembered
@@ -39,6 +45,10 @@ class Doorway:
     def hung_up(self, secret: str, request: ChatRequest) -> None:
         if (session := self._sessions.get(secret)) is not None:
             session.pool.post(session.hung_up, request)
+
+    def refused(self, secret: str, error: RequestError) -> None:
+        if (session := self._sessions.get(secret)) is not None:
+            session.pool.post(session.refused, error)
 
 
 DOORWAY = Doorway()

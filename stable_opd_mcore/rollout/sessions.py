@@ -162,6 +162,11 @@ class Session:
             self._unread[request.body_key] = self._given[request.body_key]
         self._set_clock()
 
+    def refused(self, error: RequestError) -> None:
+        """A request that gets an error."""
+        self.counts["refused_requests"] += 1
+        self._last_refusal = f"; its last request was refused: {error}"
+
     def returned(self, result: Answer | EnvironmentFailure | UserError) -> None:
         """The user's function has ended."""
         if self.is_over:
@@ -227,8 +232,7 @@ class Session:
         try:
             observed = self._observed(call.request)
         except RequestError as error:
-            self.counts["refused_requests"] += 1
-            self._last_refusal = f"; its last request was refused: {error}"
+            self.refused(error)
             call.reply(error)
             self._set_clock()
             return None

@@ -133,6 +133,7 @@ async def serve(application: Application, listening: socket.socket) -> None:
 def app(
     answer: Answer,
     undelivered: Callable[[str, ChatRequest], object] = lambda *_: None,
+    refused: Callable[[str, RequestError], object] = lambda *_: None,
     template_kwargs: Mapping[str, Any] | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
@@ -143,6 +144,7 @@ def app(
         answer: raises RequestError for a request that gets an error. It is cancelled if the client
             hangs up.
         undelivered: called if the client has hung up when its turn is there.
+        refused: called with the error of a request that is none that `answer` could get.
         template_kwargs: student.chat_template_kwargs, which a request may repeat.
     """
 
@@ -160,6 +162,7 @@ def app(
                 return None
             request, form = api.read(body, template_kwargs or {}, _is_retry(scope))
         except RequestError as error:
+            refused(secret, error)
             return await connection.end(error.status, api.error(error))
         work = asyncio.ensure_future(answer(secret, request))
         if not await connection.reply(work, api, form, keep_alive_seconds):

@@ -23,12 +23,12 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from stable_opd_mcore.data.chat_api import ChatReply, ChatRequest
+from stable_opd_mcore.data.chat_api import ChatReply, ChatRequest, RequestError
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.worker_processes import set_future, start_process
 from stable_opd_mcore.serving.channel import receive_message, send_message
 from stable_opd_mcore.serving.exchange import Server, ServerFailure
-from stable_opd_mcore.serving.requests import AgentCall, HungUp, Request
+from stable_opd_mcore.serving.requests import AgentCall, HungUp, Refused, Request
 
 _JOIN_SECONDS = 10.0
 _LISTENING_SECONDS = 60.0
@@ -44,6 +44,10 @@ class Agents(Protocol):
 
     def hung_up(self, secret: str, request: ChatRequest) -> None:
         """The client has gone, and the reply, which was there, was not sent."""
+        ...
+
+    def refused(self, secret: str, error: RequestError) -> None:
+        """A client has got an error for what is no request."""
         ...
 
 
@@ -226,6 +230,9 @@ class HttpProcess:
             self._called(channel, result)
         elif isinstance(result, HungUp):
             self._hung_up(result.call)
+        elif isinstance(result, Refused):
+            assert self._agents is not None
+            self._agents.refused(*result)
         elif number is not None:
             with self._lock:
                 reply = self._pending.pop(number, None)

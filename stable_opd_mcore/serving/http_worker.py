@@ -25,7 +25,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from stable_opd_mcore.data.chat_api import ChatReply, ChatRequest
+from stable_opd_mcore.data.chat_api import ChatReply, ChatRequest, RequestError
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.serving.channel import receive_message, send_message
@@ -37,6 +37,7 @@ from stable_opd_mcore.serving.requests import (
     Completion,
     Generation,
     HungUp,
+    Refused,
     Request,
     Scoring,
 )
@@ -164,7 +165,7 @@ class Worker:
         except UserError as error:
             self._answers.put((number, error))
             return
-        application = endpoint.app(self._ask, self._undelivered, template_kwargs)
+        application = endpoint.app(self._ask, self._undelivered, self._refused, template_kwargs)
         work = endpoint.serve(application, listening)
         task = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(partial(_or_end_process, asyncio.Task[None].result))
@@ -198,6 +199,9 @@ class Worker:
 
     def _undelivered(self, secret: str, request: ChatRequest) -> None:
         self._answers.put((None, HungUp(AgentCall(next(self._call_numbers), secret, request))))
+
+    def _refused(self, secret: str, error: RequestError) -> None:
+        self._answers.put((None, Refused(secret, error)))
 
     def _answer(self, number: int, url: str, task: asyncio.Task[Any]) -> None:
         del self._tasks[number]

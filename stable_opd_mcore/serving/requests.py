@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 from numpy.typing import DTypeLike, NDArray
 
-from stable_opd_mcore.data.chat_api import ChatRequest
+from stable_opd_mcore.data.chat_api import ChatRequest, RequestError
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.records import Sampling, SequenceScores
@@ -213,3 +213,10 @@ class HungUp(NamedTuple):
     """The client of a call has gone before its reply was sent."""
 
     call: AgentCall
+
+
+class Refused(NamedTuple):
+    """An agent has sent what is no request, and got an error."""
+
+    secret: str
+    error: RequestError
