@@ -336,7 +336,8 @@ class MicroBatch:
 
     Token weights contain the global normaliser, so the sum over N, micro-batches and data-parallel
     ranks is the global loss. An empty micro-batch has N = 0. Under context parallelism T and N
-    count this rank's slice; cu_seqlens and max_seqlen describe whole sequences.
+    count this rank's slice; cu_seqlens and max_seqlen describe whole sequences. Where sequences
+    share what they begin with (data/shared_prefixes.py), cu_seqlens bounds the tokens of their own.
     """
 
     tokens_T: Tensor  # [T] int64
@@ -363,6 +364,10 @@ class MicroBatch:
     given_advantage_N: Tensor | None = None  # [N] fp32, of grpo; None: computed from scores
     # [T, Y, X] int16, the experts that the rollout engine chose; -1 where it chose none
     routed_experts_TYX: Tensor | None = None
+    # Where sequences share tokens, else None: what each one attends to, the places in T of all its
+    # tokens, one sequence after the other, and where these begin and end
+    key_places_K: Tensor | None = None  # [K] int64
+    cu_seqlens_keys: Tensor | None = None  # [S + 1] int32
     # Behaviour policy's log-probabilities; both are None if it is the current student. A policy
     # known only by its rollouts (rollout.max_staleness) has only token_logprobs.
     old_logprob_N: Tensor | None = None  # [N] fp32, nats, of the stop class as in Scores

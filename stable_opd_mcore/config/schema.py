@@ -298,6 +298,12 @@ class Config(Section):
                 f"rollout.engine={self.rollout.engine}, rollout.sglang.placement="
                 f"{self.rollout.sglang.placement}; leave it out, or colocate SGLang servers"
             )
+        if self.train.share_prefixes and self.parallel.context > 1:
+            raise ValueError(
+                f"train.share_prefixes=true with parallel.context={self.parallel.context}: ranks "
+                "that share the tokens of each sequence have no prefix in common; set one of the "
+                "two to its default"
+            )
         self._require_waits_below_watchdog()
         if reason := objectives_refusal(self):
             raise ValueError(reason)

@@ -90,6 +90,10 @@ class TrainConfig(Section):
     micro_batch_tokens: PositiveInt = 16384
     """Tokens packed into one micro-batch, over all ranks of `parallel.context`. A longer sequence
     has a micro-batch of its own."""
+    share_prefixes: bool = False
+    """Compute what sequences of a micro-batch have in common at their beginning once, in scoring
+    and in training: the prompt of its rollouts, the history of an episode's contexts. It pays where
+    prompts are long beside responses: docs/planning.md."""
     minibatches: PositiveInt = 1
     """Optimizer steps per batch of rollouts; the prompts are dealt to them in turn."""
     recompute: Recompute = "none"

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stable_opd_mcore.data.shared_prefixes import paths, put_together
 from stable_opd_mcore.records import MicroBatch, Sample, SequenceScores
 from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
@@ -59,28 +60,64 @@ def split_by_prompt(facts: SampleFacts, parts: int) -> list[NDArray[np.int64]]:
 
 
 def costs(
-    tokens_B: NDArray[np.int64], attention_length: float, sequence_multiple: int = 1
+    tokens_B: NDArray[np.int64],
+    attention_length: float,
+    sequence_multiple: int = 1,
+    shared_B: NDArray[np.int64] | int = 0,
 ) -> NDArray[np.float64]:
-    """What each sequence costs, in tokens; attention doubles the cost of `attention_length`."""
+    """What each sequence costs, in tokens; attention doubles the cost of `attention_length`. The
+    first `shared_B` of its tokens are only attended to.
+    """
     lengths_B = _up_to(sequence_multiple, tokens_B)
-    return lengths_B * (1 + lengths_B / attention_length)
+    return (lengths_B - shared_B) * (1 + (lengths_B + shared_B) / attention_length)
 
 
 def partition(
-    costs_B: NDArray[np.float64], parts: int, first_B: NDArray[np.bool_] | bool = True
+    costs_B: NDArray[np.float64],
+    parts: int,
+    first_B: NDArray[np.bool_] | bool = True,
+    prompt_B: NDArray[np.int64] | None = None,
 ) -> list[list[int]]:
     """Places of the sequences of each part, balanced by cost: those of `first_B`, and all together.
 
     Those of `first_B` come first, the costliest first; each goes to the part with the lowest sum.
+    Those of one prompt go together, unless they cost more than half of what a part has.
     """
     loads = [(0.0, part) for part in range(parts)]  # a heap
     shares: list[list[int]] = [[] for _ in range(parts)]
-    order_B = np.lexsort((-costs_B, ~np.broadcast_to(first_B, len(costs_B))))
-    for index, cost in zip(order_B.tolist(), costs_B[order_B].tolist(), strict=True):
+    first_B = np.broadcast_to(first_B, len(costs_B))
+    units = [[index] for index in range(len(costs_B))]
+    if prompt_B is not None:
+        most = costs_B.sum() / parts / 2
+        units = list(_units(costs_B, np.lexsort((first_B, prompt_B)), (first_B, prompt_B), most))
+    costs_U = np.array([costs_B[unit].sum() for unit in units])
+    order_U = np.lexsort((-costs_U, ~first_B[[unit[0] for unit in units]]))
+    order: list[int] = order_U.tolist()
+    for unit in (units[index] for index in order):
         load, part = loads[0]
-        heapq.heapreplace(loads, (load + cost, part))
-        shares[part].append(index)
+        heapq.heapreplace(loads, (load + float(costs_B[unit].sum()), part))
+        shares[part].extend(unit)
     return shares
+
+
+def _units(
+    costs_B: NDArray[np.float64],
+    order_B: NDArray[np.int64],
+    keys: Sequence[NDArray[Any]],
+    most: float,
+) -> Iterator[list[int]]:
+    """Neighbours in `order_B` with equal keys, as long as they cost at most `most`."""
+    unit: list[int] = []
+    cost = 0.0
+    for index in order_B.tolist():
+        alike = unit and all(key[index] == key[unit[0]] for key in keys)
+        if unit and not (alike and cost + costs_B[index] <= most):
+            yield unit
+            unit, cost = [], 0.0
+        unit.append(index)
+        cost += costs_B[index]
+    if unit:
+        yield unit
 
 
 def pack(
@@ -94,12 +131,13 @@ def pack(
     sequence_multiple: int = 1,
     microbatch_multiple: int = 1,
     routing: tuple[int, int] | None = None,
+    share_prefixes: bool = False,
 ) -> list[MicroBatch]:
     """The micro-batches of this rank's samples, on the host.
 
     Args:
         samples: those that this rank trains on; those of weight zero too, for the metrics.
-        max_tokens: limit of T; a longer sequence is a micro-batch of its own.
+        max_tokens: limit of T; a longer sequence begins a micro-batch of its own.
         agree: turns the numbers of micro-batches of each kind that this rank needs into the
             numbers that every rank makes.
         attention_length: the one of `costs`, which balances micro-batches.
@@ -107,6 +145,8 @@ def pack(
         sequence_multiple: every sequence is a multiple of this (World.sequence_multiple).
         microbatch_multiple: the number of micro-batches of each kind is a multiple of this.
         routing: layers and experts of a token (Y, X), where rollouts bring their experts.
+        share_prefixes: compute what samples have in common at their beginning once
+            (shared_prefixes.py); `sequence_multiple` is then 1.
 
     Returns:
         Micro-batches whose sample_index_N indexes `samples`, the scored ones first; those without
@@ -119,20 +159,34 @@ def pack(
         for values in (sample.trained, sample.rollout_logprobs, sample.repetitive):
             assert values is None or len(values) == len(places)
     tokens_B = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
-    costs_B = costs(tokens_B, attention_length, sequence_multiple)
-    lengths_B = _up_to(sequence_multiple, tokens_B)
+    shared_B = np.zeros_like(tokens_B)
     kinds: dict[Kind, list[int]] = {}
-    order: list[int] = np.argsort(-costs_B, kind="stable").tolist()
-    for index in order:
-        kinds.setdefault(Kind.of(samples[index]), []).append(index)
-    bins = {kind: fill(lengths_B, members, max_tokens) for kind, members in kinds.items()}
+    for index, sample in enumerate(samples):
+        kinds.setdefault(Kind.of(sample), []).append(index)
+    groups = [[index] for index in range(len(samples))]  # of samples in one micro-batch
+    if share_prefixes:
+        assert sequence_multiple == 1, "config refuses context parallelism with shared prefixes"
+        of_kinds = (put_together(samples, of, max_tokens, shared_B) for of in kinds.values())
+        groups = [group for of_kind in of_kinds for group in of_kind]
+    costs_B = costs(tokens_B, attention_length, sequence_multiple, shared_B)
+    own_B = _up_to(sequence_multiple, tokens_B) - shared_B
+    lengths_G = np.array([own_B[group].sum() for group in groups], np.int64)
+    costs_G = np.array([costs_B[group].sum() for group in groups], np.float64)
+    groups_of: dict[Kind, list[int]] = {}
+    order: list[int] = np.argsort(-costs_G, kind="stable").tolist()
+    for number in order:
+        groups_of.setdefault(Kind.of(samples[groups[number][0]]), []).append(number)
+    bins = {kind: fill(lengths_G, numbers, max_tokens) for kind, numbers in groups_of.items()}
     counts = agree({kind: len(of_kind) for kind, of_kind in bins.items()}) or {Kind(): 1}
     multiples = (sequence_multiple, math.lcm(sequence_multiple, pad_to_multiple))
     return [
-        _build(samples, weights, members, multiples, routing, kind)
+        _build(
+            *(samples, weights, [index for number in numbers for index in groups[number]]),
+            *(shared_B, multiples, routing, kind),
+        )
         for kind, needed in sorted(counts.items())
-        for members in level(
-            *(lengths_B, costs_B, bins.get(kind, [])),
+        for numbers in level(
+            *(lengths_G, costs_G, bins.get(kind, [])),
             *(_up_to(microbatch_multiple, needed), max_tokens),
         )
     ]
@@ -190,38 +244,49 @@ def _build(
     samples: Sequence[Sample],
     weights: SampleWeights,
     members: Sequence[int],
+    shared_B: NDArray[np.int64],  # tokens of the sample before it
     multiples: tuple[int, int],  # divide a sequence's length, and T
     routing: tuple[int, int] | None,
     kind: Kind,
 ) -> MicroBatch:
     chosen = [samples[index] for index in members]
     members_S = np.array(members, dtype=np.int64)
+    shared_S = shared_B[members_S]
     tokens_S = np.array([len(sample.token_ids) for sample in chosen], dtype=np.int64)
     sampled_S = np.array([len(sample.places) for sample in chosen], dtype=np.int64)
-    lengths_S = _up_to(multiples[0], tokens_S)
+    own_S = tokens_S - shared_S
+    lengths_S = _up_to(multiples[0], own_S)
     used = int(lengths_S.sum())
     padding = max(multiples[1], _up_to(multiples[1], used)) - used
-    sequences_S = np.append(lengths_S, padding) if padding else lengths_S
-    starts_S = np.cumsum(lengths_S) - lengths_S
+    more = np.full(int(padding > 0), padding, np.int64)  # the last sequence
     tokens = [
         part
-        for sample, tail in zip(chosen, (lengths_S - tokens_S).tolist(), strict=True)
-        for part in (sample.token_ids, _padding(tail))
+        for sample, shared, tail in zip(
+            chosen, shared_S.tolist(), (lengths_S - own_S).tolist(), strict=True
+        )
+        for part in (sample.token_ids[shared:], _padding(tail))
     ]
     tokens_T = _join([*tokens, _padding(padding)], np.int64)
     arrays = _row_values(chosen, weights.select(members_S), sampled_S)
     if not (kind.is_not_scored or kind.is_not_taught):
         arrays |= _served_scores([sample.teacher_scores for sample in chosen])
+    places = paths(np.cumsum(lengths_S) - lengths_S, tokens_S, shared_S)
     if routing is not None:
         shape = (len(tokens_T), *routing)
-        arrays["routed_experts_TYX"] = _routed_experts(chosen, starts_S, shape)
-    places_N, token_index_N = _join([s.places for s in chosen], np.int64), _counters(sampled_S)
+        arrays["routed_experts_TYX"] = _routed_experts(chosen, places, shape)
+    whole_S = np.append(lengths_S + shared_S, more)
+    if shared_S.any():
+        arrays["key_places_K"] = _join([*places, np.arange(used, used + padding)], np.int64)
+        arrays["cu_seqlens_keys"] = _bounds(whole_S)
+    token_index_N = _counters(sampled_S)
     arrays |= {
         "tokens_T": tokens_T,
-        "positions_T": _counters(sequences_S),
-        "cu_seqlens": np.append(0, np.cumsum(sequences_S)).astype(np.int32),
+        "positions_T": _counters(whole_S, np.append(shared_S, np.zeros_like(more))),
+        "cu_seqlens": _bounds(np.append(lengths_S, more)),
         # Position p predicts p + 1: the first sampled token's row is the token before it.
-        "rows_N": np.repeat(starts_S - 1, sampled_S) + places_N,
+        "rows_N": _join(
+            [path[one.places - 1] for path, one in zip(places, chosen, strict=True)], np.int64
+        ),
         "sample_index_N": np.repeat(members_S, sampled_S),
         "token_index_N": token_index_N,
         "index_in_turn_N": _indices_in_turns(arrays["turn_N"], token_index_N),
@@ -232,7 +297,7 @@ def _build(
         for name, array in arrays.items()
     }
     return MicroBatch(
-        max_seqlen=int(sequences_S.max()),
+        max_seqlen=int(whole_S.max()),
         is_scored=not kind.is_not_scored,
         objective=kind.objective,
         is_taught=not kind.is_not_taught,
@@ -299,13 +364,13 @@ def _served_scores(scores: Sequence[SequenceScores | None]) -> dict[str, NDArray
 
 
 def _routed_experts(
-    chosen: Sequence[Sample], starts_S: NDArray[np.int64], shape: tuple[int, int, int]
+    chosen: Sequence[Sample], places: Sequence[NDArray[np.int64]], shape: tuple[int, int, int]
 ) -> NDArray[np.int16]:
     """The engine's choices at the places of `chosen`, -1 elsewhere."""
     experts_TYX = np.full(shape, -1, dtype=np.int16)
-    for start, sample in zip(starts_S.tolist(), chosen, strict=True):
+    for path, sample in zip(places, chosen, strict=True):
         if sample.routed_experts is not None:
-            experts_TYX[start : start + len(sample.routed_experts)] = sample.routed_experts
+            experts_TYX[path[: len(sample.routed_experts)]] = sample.routed_experts
     return experts_TYX
 
 
@@ -323,9 +388,18 @@ def _join(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any
     return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype)
 
 
-def _counters(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0 .. length - 1 for each length, concatenated."""
-    return _join([_range(length) for length in lengths.tolist()], np.int64)
+def _bounds(lengths: NDArray[Any]) -> NDArray[np.int32]:
+    """Where sequences of these lengths begin and end."""
+    return np.append(0, np.cumsum(lengths)).astype(np.int32)
+
+
+def _counters(
+    lengths: NDArray[np.int64], starts: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """start .. length - 1 for each length, concatenated; without `starts` from 0."""
+    starts = np.zeros_like(lengths) if starts is None else starts
+    pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
+    return _join([np.arange(*pair, dtype=np.int64) for pair in pairs], np.int64)
 
 
 def _range(length: int) -> NDArray[np.int64]:

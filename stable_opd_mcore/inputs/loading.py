@@ -354,6 +354,17 @@ def refuse_routing_without_experts(config: Config, student: Architecture) -> Non
         )
 
 
+def refuse_prefixes_of_delta_nets(config: Config, student: Architecture) -> None:
+    """Raise a UserError where train.share_prefixes is set, and a model has gated delta nets."""
+    others = [own for role, own in config.models_in_trainer.items() if role != "student"]
+    for model in (student, *map(configured_architecture, others)):
+        if config.train.share_prefixes and model.delta_net is not None:
+            raise UserError(
+                f"train.share_prefixes=true: a gated delta net of this {model.model_type} model "
+                "keeps one state for all tokens before, and needs whole sequences: set it to false"
+            )
+
+
 def refuse_missing_trackers(config: Config) -> None:
     """Raise a UserError where the metrics should go to a package that is not installed."""
     for package in _TRACKERS:

@@ -19,6 +19,7 @@ from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.description.families import Family
 from stable_opd_mcore.models.description.layout_refusal import layout_refusal
 from stable_opd_mcore.models.hidden_states import FactorList, HiddenStatesGPTModel
+from stable_opd_mcore.models.layers.attention_backend import attentions_of_engine
 from stable_opd_mcore.models.layers.attention_sinks import refuse_sinks_on_device
 from stable_opd_mcore.models.layers.fp8 import (
     MULTIPLE,
@@ -27,6 +28,7 @@ from stable_opd_mcore.models.layers.fp8 import (
     refuse_fp8_on_device,
 )
 from stable_opd_mcore.models.layers.linear import emulate_fp8
+from stable_opd_mcore.models.layers.path_attention import follow_paths
 from stable_opd_mcore.models.layers.rotary import RotaryByPosition, StackedRotary
 from stable_opd_mcore.models.spec import layer_spec, transformer_engine_is_usable
 from stable_opd_mcore.models.weights import described_parameters, mark_shards, random_weights
@@ -281,6 +283,8 @@ def _build_chunk(
     )
     chunk.architecture = architecture
     chunk.factors = FactorList()
+    for attention in attentions_of_engine(chunk):
+        follow_paths(attention)
     leave_out_activations(chunk)
     _forget_routing(chunk)
     chunk.to(config.params_dtype)

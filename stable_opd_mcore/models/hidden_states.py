@@ -22,6 +22,7 @@ from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.layers.attention import PackedSequences
 from stable_opd_mcore.models.layers.gated_delta_net import has_kernels
+from stable_opd_mcore.models.layers.path_attention import PathSequences
 from stable_opd_mcore.models.layers.rotary import RotaryByPosition
 from stable_opd_mcore.models.spec import transformer_engine_is_usable
 from stable_opd_mcore.records import MicroBatch
@@ -51,18 +52,28 @@ class HiddenStatesGPTModel(GPTModel):
     token_multiple: int = 1  # divides each rank's tokens; 16 with layers in FP8
     factors: FactorList  # low-rank factors of the matrices (lora.py); empty: weights are trained
 
+    @property
+    def _by_position(self) -> bool:
+        return isinstance(self.rotary_pos_emb, RotaryByPosition)
+
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Tensor:
         """[b, s] ids and positions in; other arguments are GPTModel's."""
-        by_position = isinstance(self.rotary_pos_emb, RotaryByPosition)
-        if by_position:
+        if self._by_position:
             self.rotary_pos_emb.positions = position_ids
         try:
             return super().forward(input_ids, position_ids, attention_mask, **options)  # pyright: ignore
         finally:
-            if by_position:  # the micro-batch's tensor would be offloaded with the model
+            if self._by_position:  # the micro-batch's tensor would be offloaded with the model
                 self.rotary_pos_emb.positions = None
+
+    def _preprocess(self, *inputs: Any, packed_seq_params: Any = None, **options: Any) -> Any:  # pyright: ignore
+        found: Any = super()._preprocess(*inputs, packed_seq_params=packed_seq_params, **options)
+        if not isinstance(packed_seq_params, PathSequences) or self._by_position:
+            return found
+        embedded, by_position, *rest = found
+        return embedded, packed_seq_params.rotations(by_position), *rest
 
     def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:  # pyright: ignore
         if self.post_process and self.config.sequence_parallel:
@@ -135,7 +146,16 @@ def _packed_sequences(microbatch: MicroBatch, model: HiddenStatesGPTModel) -> Pa
     # A gated delta net in plain torch needs rectangles, also with Transformer Engine's attention.
     has_rectangles = model.architecture.delta_net is not None and not has_kernels()
     if has_rectangles or not transformer_engine_is_usable():
-        return PackedSequences.of(microbatch.cu_seqlens, microbatch.positions_T, group, **described)
+        return PackedSequences.of(
+            microbatch.cu_seqlens,
+            microbatch.positions_T,
+            group,
+            microbatch.key_places_K,
+            microbatch.cu_seqlens_keys,
+            **described,
+        )
+    if microbatch.key_places_K is not None:
+        return PathSequences.of(microbatch, **described)
     if group.size() > 1:  # Transformer Engine needs both; here a sequence's end includes padding
         described["cu_seqlens_q_padded"] = described["cu_seqlens_kv_padded"] = microbatch.cu_seqlens
     return PackedSeqParams(**described)

@@ -17,6 +17,7 @@ from stable_opd_mcore.inputs.loading import (
     load_rollout_prompts,
     prompt_order,
     refuse_long_support,
+    refuse_prefixes_of_delta_nets,
     refuse_routing_without_experts,
 )
 from stable_opd_mcore.inputs.run_inputs import Place, RunInputs
@@ -100,6 +101,7 @@ def build_run(
     tokenizer, objective = inputs.tokenizer, inputs.objective
     refuse_long_support(objective, tokenizer.vocab_size)
     refuse_routing_without_experts(config, inputs.architecture)
+    refuse_prefixes_of_delta_nets(config, inputs.architecture)
     # What the run may need later is loaded now: the guard may raise beta and lambda from 0.
     widest = objective.with_loss_weights(config.largest_beta, config.largest_lambda)
     prompts, held_out = inputs.prompts, inputs.held_out
@@ -154,7 +156,8 @@ def build_run(
 def largest_batch(inputs: RunInputs) -> Batch:
     """The largest micro-batch, of sequences whose length is at least what may follow a prompt."""
     longest = int(min(inputs.config.longest_context, inputs.architecture.max_positions))
-    return Batch(max(inputs.config.train.micro_batch_tokens, longest), longest)
+    train = inputs.config.train
+    return Batch(max(train.micro_batch_tokens, longest), longest, train.share_prefixes)
 
 
 def _held_out_engine(

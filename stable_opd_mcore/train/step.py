@@ -118,6 +118,7 @@ def minibatches_of(run: Run, samples: Sequence[Sample], facts: SampleFacts) -> l
         run.config.train.minibatches,
         run.objective.sample_weights,
         lambda tokens_B: costs(tokens_B, length, world.sequence_multiple),
+        prompts_together=run.config.train.share_prefixes,
     )
 
 

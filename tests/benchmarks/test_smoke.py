@@ -26,6 +26,7 @@ PROGRAMS = {
     "fp8": (),
     "loss": (),
     "plan_memory": (),
+    "prefixes": (),
     "real_lm.pair": (),
     "score": (),
     "step": (),  # without TRL, which has an environment of its own
@@ -39,6 +40,7 @@ PRINTS = {
     "fp8": r"\| qwen2, random \| all three \| blockwise \| 0\.\d",
     "loss": r"(?s)│ ours +│ +\d.*│ ours, opd +│ +\d.*│ plain torch +│ +\d.*│ gemms +│ +\d",
     "plan_memory": r"\| 128, 2 \| TP1 x PP1 x CP1 x DP1 \| \d+ \| -?\d+ \|",
+    "prefixes": r"4 : 1, groups of 16 \| 0\.[34]\d",
     "real_lm.pair": r"^$",
     "score": r"4 rows: \d+ s",
     "step": r"smoke │ ours +│ +\d",

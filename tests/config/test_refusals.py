@@ -139,6 +139,11 @@ SERVED = "teacher.engine=sglang teacher.urls=[http://a:1]"
             "student.rope_theta: Input should",
             "student.rope_theta=1e4 student.path=a",
         ),
+        (
+            "train.share_prefixes=true parallel.context=2",
+            "parallel.context=2: .* set one of the two to its default",
+            "train.share_prefixes=false",
+        ),
         # rollouts
         (
             f"rollout.engine=replay rollout.replay_from=a {STALE}",

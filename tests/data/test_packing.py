@@ -22,11 +22,12 @@ from tests.real_data import real_data
 from tests.shares import facts_of, pack_share, sample_of, weights_of, with_gaps
 
 
-def make_samples(count, seed=0, longest=30):
+def make_samples(count, seed=0, longest=30, siblings=1):
     rng = random.Random(seed)
     samples = []
     for index in range(count):
-        prompt = tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, 9)))
+        if index % siblings == 0:
+            prompt = tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, 9)))
         response = tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, longest)))
         n = len(response)
         is_golden = index % 4 == 3
@@ -49,13 +50,15 @@ def make_samples(count, seed=0, longest=30):
 
 @pytest.mark.parametrize("data_size", [1, 3])
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_every_sampled_token_and_no_other_is_predicted_by_the_token_before_it(data_size, multiple):
-    samples, weights = make_samples(17)
+@pytest.mark.parametrize("siblings", [1, 4])
+def test_every_sampled_token_and_no_other_is_predicted_by_the_token_before_it(
+    data_size, multiple, siblings
+):
+    samples, weights = make_samples(17, siblings=siblings)
+    options = {"max_tokens": 64, "pad_to_multiple": multiple, "share_prefixes": siblings > 1}
     seen = {}
     for rank in range(data_size):
-        for batch in pack_share(
-            samples, weights, rank, data_size, max_tokens=64, pad_to_multiple=multiple
-        ):
+        for batch in pack_share(samples, weights, rank, data_size, **options):
             assert len(batch.tokens_T) % multiple == 0
             for row in range(len(batch.rows_N)):
                 index = int(batch.sample_index_N[row])
@@ -87,6 +90,56 @@ def test_every_sampled_token_and_no_other_is_predicted_by_the_token_before_it(da
                     assert float(batch.rollout_logprob_N[row]) == pytest.approx(expected)
                     assert bool(batch.repetitive_N[row]) == sample.repetitive[token]
     assert len(seen) == sum(len(sample.places) for sample in samples)
+
+
+def test_common_prefixes_are_computed_once_and_read_by_all():
+    samples, weights = make_samples(24, longest=9, siblings=6)
+    samples.append(replace(samples[0], kind="rollout"))  # the same tokens again
+    weights = weights_of(samples)
+    whole, shared = (
+        pack(samples, weights, max_tokens=64, share_prefixes=on) for on in (False, True)
+    )
+    tokens = [sum(len(batch.tokens_T) for batch in batches) for batches in (whole, shared)]
+    assert tokens[1] < 0.7 * tokens[0]
+    for batch in shared:
+        assert len(batch.tokens_T) <= 64
+        ends = batch.cu_seqlens if batch.cu_seqlens_keys is None else batch.cu_seqlens_keys
+        places = range(ends[-1]) if batch.key_places_K is None else batch.key_places_K.tolist()
+        own = batch.cu_seqlens.diff().tolist()
+        of_sequence = dict.fromkeys(batch.sample_index_N.tolist())
+        for index, start, end, count in zip(of_sequence, ends, ends[1:], own, strict=False):
+            path = list(places[start:end])
+            assert batch.tokens_T[path].tolist() == samples[index].token_ids.tolist()
+            assert batch.positions_T[path].tolist() == [*range(len(path))]
+            assert path[-count:] == [*range(path[-1] - count + 1, path[-1] + 1)]
+
+
+def test_replayed_experts_that_differ_end_what_is_shared():
+    prompt, experts = (1, 2, 3, 4), np.zeros((5, 2, 1), np.int16)
+    other = experts.copy()
+    other[2] = 1
+    samples = [
+        replace(sample_of("rollout", "p", prompt, (end, 6)), routed_experts=routed)
+        for end, routed in enumerate((experts, experts, other))
+    ]
+    (batch,) = pack(
+        samples, weights_of(samples), max_tokens=64, routing=(2, 1), share_prefixes=True
+    )
+    assert batch.cu_seqlens.diff().tolist() == [6, 2, 4]
+    places = batch.key_places_K.split(batch.cu_seqlens_keys.diff().tolist())
+    for path, sample in zip(places, samples, strict=True):
+        found = batch.routed_experts_TYX[path]
+        assert found[:5].tolist() == sample.routed_experts.tolist()
+        assert (found[5:] == -1).all()
+
+
+def test_the_samples_of_a_prompt_go_to_one_part_unless_they_cost_too_much():
+    prompt_B, first_B = np.array([0, 1, 0, 1, 2, 2, 2, 2]), np.ones(8, np.bool_)
+    costs_B = np.array([2.0, 1, 2, 1, 4, 4, 4, 4])
+    shares = partition(costs_B, 2, first_B, prompt_B)
+    parts = {index: part for part, share in enumerate(shares) for index in share}
+    assert (parts[0], parts[1]) == (parts[2], parts[3])
+    assert sum(parts[index] for index in range(4, 8)) == 2
 
 
 def test_sequences_are_whole_and_padding_is_a_sequence_of_its_own():

@@ -13,6 +13,7 @@ from stable_opd_mcore.inputs.loading import (
     load_sources,
     load_teacher_tokenizer,
     load_tokenizer,
+    refuse_prefixes_of_delta_nets,
     refuse_routing_without_experts,
     refuse_small_vocabulary,
     refuse_unused_expert_ranks,
@@ -20,6 +21,7 @@ from stable_opd_mcore.inputs.loading import (
 )
 from tests.commands.check.directories import write_model
 from tests.hub_server import COMMIT, hub_server, use_hub
+from tests.models import tiny
 from tests.train.runs import tiny_architecture, tiny_config
 
 
@@ -132,6 +134,15 @@ def test_replaying_a_routing_that_does_not_exist_is_refused(tmp_path):
     message = r"rollout.routing_replay=true: the student \(qwen2\) has no experts"
     with pytest.raises(UserError, match=message):
         refuse_routing_without_experts(config, configured_architecture(config.student))
+
+
+def test_prefixes_of_a_delta_net_are_not_shared(tmp_path):
+    teacher = {"architecture": tiny.config("qwen3_5")}
+    config = tiny_config(tmp_path, "run", teacher=teacher, train={"share_prefixes": True})
+    student = configured_architecture(config.student)
+    with pytest.raises(UserError, match=r"a gated delta net of this qwen3_5.*: set it to false"):
+        refuse_prefixes_of_delta_nets(config, student)
+    refuse_prefixes_of_delta_nets(config.replaced(train={"share_prefixes": False}), student)
 
 
 def test_sources_follow_each_other_and_a_list_of_one_is_that_source(tmp_path):

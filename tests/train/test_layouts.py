@@ -1,5 +1,5 @@
 """Every layout gives the numbers of one rank: for each kind of student, with all weights trained or
-low-rank factors.
+low-rank factors; also where layouts compute the common beginning of rollouts once.
 
 A run makes each step on another layout, resumed from the last one. So a row shows the rollouts, the
 update and the checkpoint of its layouts, and the exported model that of the last. Any two of
@@ -107,6 +107,7 @@ class Case:
     layouts: tuple[str, ...]
     factors: Mapping[str, Any] = field(default_factory=dict)
     sections: Mapping[str, Any] = field(default_factory=dict)
+    shares: bool = False  # layouts have train.share_prefixes, one rank has not
 
     @property
     def steps(self) -> int:
@@ -122,6 +123,7 @@ OFFLOADED = {"memory": {"offload": ["frozen"]}}  # it changes no number
 MOVING = {"reference": {"update": "every", "every": 1}}
 AHEAD = {"rollout": {"max_staleness": 1, "partial": True}}
 ARITHMETIC = "synthetic:arithmetic"
+PAIRS = {"rollout": {"prompts_per_step": 3, "samples_per_prompt": 2}}
 SOURCES = {  # the second has no golden solutions
     "data": {
         "train": [
@@ -161,21 +163,23 @@ SEVERAL = {  # two teachers share an objective, a third has another, and one sou
 CASES = {
     "dense": Case(4, DENSE, ("tp2_sp_cp2", "tp2_pp2", "pp2_cp2"), sections=OFFLOADED),
     "experts": Case(4, MIXTURE, ("cp2_ep2", "ep2_pp2")),
-    "sinks": Case(4, SINKS, ("ep2_tp2", "ep2_pp2")),
+    "sinks": Case(4, SINKS, ("ep2_tp2", "ep2_pp2"), sections=PAIRS, shares=True),
     "latents": Case(4, LATENTS, ("cp2_ep2", "ep2_tp2")),
     "hybrid": Case(2, HYBRID, ("tp2_sp", "pp2_vpp2")),
     "hybrid_experts": Case(4, HYBRID_EXPERTS, ("ep4_tp2", "ep2_pp2")),
     "dense_factors": Case(2, DENSE, ("pp2_vpp2", "cp2"), LORA, FAST),
     "moving_reference": Case(2, DENSE, ("tp2_sp", "dp"), SOME, FAST | MOVING),
     "factors_of_experts": Case(2, MIXTURE, ("ep2", "tp2_sp"), LORA, FAST),
-    "factors_of_latents": Case(2, LATENTS | {"q_lora_rank": 6}, ("ep2", "tp2_sp"), LORA, FAST),
-    "factors_of_windows": Case(2, WINDOWS, ("tp2_sp", "pp2_vpp2"), LORA, FAST),
+    "factors_of_latents": Case(
+        2, LATENTS | {"q_lora_rank": 6}, ("ep2", "tp2_sp"), LORA, FAST | PAIRS, shares=True
+    ),
+    "factors_of_windows": Case(2, WINDOWS, ("tp2_sp", "pp2_vpp2"), LORA, FAST | PAIRS, shares=True),
     "factors_of_shared_expert": Case(4, SHARED_EXPERT, ("ep4_tp2", "ep2_pp2"), LORA, FAST),
     "ahead": Case(2, MIXTURE, ("ep2",), sections=AHEAD),
     "teacher_of_experts": Case(
         2, tiny_architecture(16, 2), ("ep2",), sections={"teacher": {"architecture": MIXTURE}}
     ),
-    "several_sources": Case(2, DENSE, ("dp",), sections=SOURCES),
+    "several_sources": Case(2, DENSE, ("dp",), sections=SOURCES, shares=True),
     "objectives": Case(2, DENSE, ("tp2_sp", "cp2", "pp2_vpp2"), sections=EACH),
     "several_teachers": Case(4, DENSE, ("tp2_sp_cp2", "tp2_pp2"), sections=SEVERAL),
 }
@@ -192,7 +196,12 @@ def config_of(directory: Path, name: str, case: Case, steps: int, **sections: An
         "teacher": {"architecture": TEACHER | {"num_hidden_layers": layers}}
         | case.sections.get("teacher", {}),
         "rollout": ROLLOUT | case.sections.get("rollout", {}),
-        "train": {"steps": steps, "micro_batch_tokens": 96, "recompute": "full"},
+        "train": {
+            "steps": steps,
+            "micro_batch_tokens": 96,
+            "recompute": "full",
+            "share_prefixes": case.shares and "parallel" in sections,
+        },
     }
     return tiny_config(directory, name, **given | sections)
 

@@ -6,6 +6,7 @@ from stable_opd_mcore.commands.check.finding import Finding, finding
 from stable_opd_mcore.commands.plan.plan import Plan, make_plan
 from stable_opd_mcore.commands.plan.planned_run import plan_topology
 from stable_opd_mcore.inputs.loading import (
+    refuse_prefixes_of_delta_nets,
     refuse_routing_without_experts,
     refuse_unused_expert_ranks,
 )
@@ -38,6 +39,7 @@ def layout(inputs: RunInputs) -> None:
             refuse_fp8(model, fp8, tensor=parallel.tensor, precision=precision)
     refuse_unused_expert_ranks(config, inputs.architecture)
     refuse_routing_without_experts(config, inputs.architecture)
+    refuse_prefixes_of_delta_nets(config, inputs.architecture)
     if place is not None:
         layout_of(parallel, place.cluster.trainer_gpus)
         if place.gpu in DEVICES or not place.on_gpu:

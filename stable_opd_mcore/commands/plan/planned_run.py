@@ -251,8 +251,11 @@ class PlannedRun:
 
     def share(self, sequences: int) -> int:
         """Tokens that one data-parallel rank has of these sequences of a step in a minibatch."""
-        ranks = self.layout.data * self.config.train.minibatches
-        return math.ceil(sequences / ranks) * self.work.tokens
+        of_rank = math.ceil(sequences / (self.layout.data * self.config.train.minibatches))
+        repeated = 0  # prompts that other sequences of the rank have computed
+        if self.config.train.share_prefixes:
+            repeated = of_rank - math.ceil(of_rank / self.config.rollout.samples_per_prompt)
+        return of_rank * self.work.tokens - repeated * self.work.prompt_tokens
 
     @property
     def largest_share(self) -> int:

@@ -10,8 +10,9 @@ keys of all ranks are gathered. Not for decoding: rollout/ has its own cached at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -85,65 +86,110 @@ class Buckets:
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Buckets:
         """Group sequences of similar length, longest first."""
-        lengths_of = [(length, i) for i, length in enumerate(lengths) if length]
-        if len({length for length, _ in lengths_of}) == 1:
-            return cls(((len(lengths_of), lengths_of[0][0]),), None, None)
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
+        if len({length for length in lengths if length}) == 1:
+            longest = max(lengths)
+            return cls(((sum(lengths) // longest, longest),), None, None)
+        return cls.of_groups(_similar([(length,) for length in lengths]), lengths, device)
+
+    @classmethod
+    def of_groups(
+        cls, groups: list[list[int]], lengths: list[int], device: torch.device
+    ) -> Buckets:
+        """A rectangle for the sequences of each group, the places of their lengths."""
+        starts = [0, *accumulate(lengths)]
         shapes: list[tuple[int, int]] = []
         token_of_cell: list[Tensor] = []
         cell_of_token = torch.empty(starts[-1], dtype=torch.int64)
-        lengths_of.sort(key=lambda item: (-item[0], item[1]))
-        cell = begin = 0
-        while begin < len(lengths_of):
-            longest = lengths_of[begin][0]
-            end = begin
-            while end < len(lengths_of) and lengths_of[end][0] >= _BUCKET_RATIO * longest:
-                length, i = lengths_of[end]
-                tokens = torch.arange(starts[i], starts[i] + length)
-                token_of_cell.append(F.pad(tokens, (0, longest - length), value=starts[i]))
-                cell_of_token[tokens] = torch.arange(cell, cell + length)
+        cell = 0
+        for group in groups:
+            longest = max(lengths[i] for i in group)
+            for i in group:
+                tokens = torch.arange(starts[i], starts[i] + lengths[i])
+                token_of_cell.append(F.pad(tokens, (0, longest - lengths[i]), value=starts[i]))
+                cell_of_token[tokens] = torch.arange(cell, cell + lengths[i])
                 cell += longest
-                end += 1
-            shapes.append((end - begin, longest))
-            begin = end
+            shapes.append((len(group), longest))
         return cls(tuple(shapes), torch.cat(token_of_cell).to(device), cell_of_token.to(device))
 
 
-@dataclass(frozen=True)
-class GatheredKeys:
-    """The whole sequences to which the queries of this rank's slices attend.
+def _similar(sizes: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """The places of sequences, those of similar sizes together, the largest first."""
+    groups: list[list[int]] = []
+    least: tuple[float, ...] = ()
+    for i in sorted(range(len(sizes)), key=lambda i: (*(-size for size in sizes[i]), i)):
+        if not sizes[i][0]:
+            continue
+        if groups and all(size >= few for size, few in zip(sizes[i], least, strict=True)):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+            least = tuple(_BUCKET_RATIO * size for size in sizes[i])
+    return groups
 
-    Their rectangles match those of the slices one by one, `group.size()` times as long; keys are
-    gathered rank after rank.
+
+@dataclass(frozen=True)
+class OtherKeys:
+    """The whole sequences that queries attend to, where packing has only a part of their tokens: a
+    context-parallel rank's slice, or what a sequence does not share with others.
+
+    Their rectangles match those of the queries one by one.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None  # whose keys are gathered, rank after rank
     buckets: Buckets
-    masks: tuple[Tensor, ...]  # bool [sequences, 1, longest slice, longest]: True is attended to
+    positions: tuple[Tensor, ...]  # int64 [sequences, longest queries, 1] in their sequences
+    masks: tuple[Tensor, ...]  # bool [sequences, 1, longest queries, longest]: True is attended to
 
     @classmethod
-    def of(
+    def gathered(
         cls, cu_seqlens: Tensor, queries: Buckets, positions_T: Tensor, group: dist.ProcessGroup
-    ) -> GatheredKeys:
+    ) -> OtherKeys:
         """Build it from the rectangles of this rank's slices, and their tokens' positions."""
         ranks = range(group.size())
         order = torch.cat([token_indices(cu_seqlens, rank, group.size()) for rank in ranks])
         gathered_T = torch.empty_like(order)
         gathered_T[order] = torch.arange(len(order), device=order.device)
         whole = Buckets.of(cu_seqlens.diff().tolist(), order.device)
-        positions = _to_cells(positions_T, queries).split(
-            [n * cells for n, cells in queries.shapes]
+        return cls._of(group, whole, gathered_T, queries, positions_T)
+
+    @classmethod
+    def shared(
+        cls, cu_seqlens: Tensor, positions_T: Tensor, key_places_K: Tensor, cu_seqlens_keys: Tensor
+    ) -> tuple[Buckets, OtherKeys]:
+        """The rectangles of tokens of their own, and of what they attend to; see MicroBatch."""
+        own, whole = cu_seqlens.diff().tolist(), cu_seqlens_keys.diff().tolist()
+        groups = _similar([*zip(own, whole, strict=True)])
+        queries = Buckets.of_groups(groups, own, key_places_K.device)
+        keys = Buckets.of_groups(groups, whole, key_places_K.device)
+        return queries, cls._of(None, keys, key_places_K, queries, positions_T)
+
+    @classmethod
+    def _of(
+        cls,
+        group: dist.ProcessGroup | None,
+        whole: Buckets,
+        places: Tensor,
+        queries: Buckets,
+        positions_T: Tensor,
+    ) -> OtherKeys:
+        """`places`: of the tokens of `whole` among the keys."""
+        cells = _to_cells(positions_T, queries).split(
+            [n * longest for n, longest in queries.shapes]
+        )
+        positions = tuple(
+            part.view(sequences, -1, 1)
+            for part, (sequences, _) in zip(cells, queries.shapes, strict=True)
         )
         masks = tuple(
-            part.view(sequences, 1, -1, 1) >= torch.arange(longest, device=order.device)
-            for part, (sequences, longest) in zip(positions, whole.shapes, strict=True)
+            part[:, None] >= torch.arange(longest, device=places.device)
+            for part, (_, longest) in zip(positions, whole.shapes, strict=True)
         )
-        return cls(group, Buckets(whole.shapes, _to_cells(gathered_T, whole), None), masks)
+        return cls(group, Buckets(whole.shapes, _to_cells(places, whole), None), positions, masks)
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """All ranks' keys and values [T, 1, G, ·]; the backward pass sums the ranks' gradients."""
+        if self.group is None:
+            return key, value
         both = gather_from_sequence_parallel_region(
             torch.cat((key, value), dim=-1), group=self.group
         )
@@ -159,21 +205,32 @@ class PackedSequences(PackedSeqParams):
     """Megatron's description of packed sequences, and their rectangles."""
 
     buckets: Buckets = _NO_BUCKETS
-    keys: GatheredKeys | None = None  # None: this rank holds whole sequences
+    keys: OtherKeys | None = None  # None: the packed tokens are whole sequences
 
     @classmethod
     def of(
-        cls, cu_seqlens: Tensor, positions_T: Tensor, group: dist.ProcessGroup, **described: Any
+        cls,
+        cu_seqlens: Tensor,
+        positions_T: Tensor,
+        group: dist.ProcessGroup,
+        key_places_K: Tensor | None = None,
+        cu_seqlens_keys: Tensor | None = None,
+        **described: Any,
     ) -> PackedSequences:
         """Add rectangles to `described`, the fields of Megatron's PackedSeqParams.
 
-        The ranks of `group` hold the slices of the sequences; a group of one holds them whole.
+        Args:
+            group: its ranks hold the slices of the sequences; a group of one holds them whole.
+            key_places_K, cu_seqlens_keys: those of the MicroBatch.
         """
+        if key_places_K is not None and cu_seqlens_keys is not None:
+            assert group.size() == 1, "config refuses context parallelism with shared prefixes"
+            buckets, keys = OtherKeys.shared(cu_seqlens, positions_T, key_places_K, cu_seqlens_keys)
+            return cls(**described, buckets=buckets, keys=keys)
         lengths = [length // group.size() for length in cu_seqlens.diff().tolist()]
-        buckets = Buckets.of(lengths, positions_T.device)
-        keys = None
+        buckets, keys = Buckets.of(lengths, positions_T.device), None
         if group.size() > 1:
-            keys = GatheredKeys.of(cu_seqlens, buckets, positions_T, group)
+            keys = OtherKeys.gathered(cu_seqlens, buckets, positions_T, group)
         return cls(**described, buckets=buckets, keys=keys)
 
 
@@ -228,7 +285,7 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     buckets: Buckets,
-    keys: GatheredKeys | None = None,
+    keys: OtherKeys | None = None,
     scale: float | None = None,
     *,
     sinks: Tensor | None = None,
@@ -241,15 +298,14 @@ def packed_attention(
         sinks, window: the layer's (attention_sinks.py).
     """
     parts = []
-    whole, masks = buckets, (None,) * len(buckets.shapes)
+    whole, positions, masks = buckets, (None,) * len(buckets.shapes), (None,) * len(buckets.shapes)
     if keys is not None:
-        whole, masks = keys.buckets, keys.masks
+        whole, positions, masks = keys.buckets, keys.positions, keys.masks
         key, value = keys.gather(key, value)
     heads = (_rectangles(query, buckets), _rectangles(key, whole), _rectangles(value, whole))
-    for q, k, v, mask in zip(*heads, masks, strict=True):
+    for q, k, v, at, mask in zip(*heads, positions, masks, strict=True):
         if sinks is not None or window is not None:
-            assert mask is None, "a layout with context parallelism is refused"
-            bias = causal_bias(q.shape[2], window, like=q)
+            bias = causal_bias(k.shape[2], window, at, like=q)
             attended = attend_with_sinks(q, k, v, sinks, bias=bias, scale=scale)
         else:
             attended = F.scaled_dot_product_attention(

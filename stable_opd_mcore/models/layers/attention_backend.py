@@ -19,6 +19,7 @@ from typing import Any
 from torch.nn import Module
 
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.models.layers.path_attention import MASK
 from stable_opd_mcore.models.spec import transformer_engine_is_usable
 
 _UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
@@ -33,6 +34,7 @@ class Batch:
 
     tokens: int
     longest: int  # tokens of its longest sequence
+    shares_prefixes: bool = False  # train.share_prefixes
 
     @property
     def sequences(self) -> int:
@@ -91,17 +93,17 @@ def refuse_long_unfused(attention: Attention, batch: Batch) -> None:
 
 def chosen_attentions(chunks: Iterable[Module], batch: Batch) -> list[Attention]:
     """What Transformer Engine chooses for the layers of a model, once for each kind of layer."""
+    modules = [module for chunk in chunks for module in attentions_of_engine(chunk)]
+    # layers differ only in their window
+    return [_chosen(each, batch) for each in {m.window_size: m for m in modules}.values()]
+
+
+def attentions_of_engine(chunk: Module) -> list[Any]:
+    """Transformer Engine's attention of each layer; none where torch computes it."""
     if not transformer_engine_is_usable():
         return []
     extension: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
-    modules = [
-        module
-        for chunk in chunks
-        for module in chunk.modules()
-        if isinstance(module, extension.TEDotProductAttention)
-    ]
-    # layers differ only in their window
-    return [_chosen(each, batch) for each in {m.window_size: m for m in modules}.values()]
+    return [each for each in chunk.modules() if isinstance(each, extension.TEDotProductAttention)]
 
 
 def _chosen(module: Any, batch: Batch) -> Attention:
@@ -121,7 +123,7 @@ def _chosen(module: Any, batch: Batch) -> Attention:
         "num_tokens_kv": batch.tokens // context,
         "head_dim_qk": module.hidden_size_per_attention_head_k,
         "head_dim_v": module.hidden_size_per_attention_head_v,
-        "attn_mask_type": "padding_causal",
+        "attn_mask_type": MASK if batch.shares_prefixes else "padding_causal",
         "window_size": module.window_size,
         "core_attention_bias_requires_grad": False,
         "attention_dropout": module.attention_dropout,

@@ -62,14 +62,20 @@ def window_of(attention: Any) -> int | None:
     return config.window_size[0] + 1
 
 
-def causal_bias(length: int, window: int | None, like: Tensor) -> Tensor:
-    """[T, T] to be added to the scores of a sequence: 0 where a token is read, else -inf."""
-    places_T = torch.arange(length, device=like.device)
-    behind_TT = places_T[:, None] - places_T
-    hidden_TT = behind_TT < 0
+def causal_bias(
+    length: int, window: int | None, places: Tensor | None = None, *, like: Tensor
+) -> Tensor:
+    """What is added to the scores of sequences of `length`: 0 where a token is read, else -inf.
+
+    places: where the queries are in their sequences, [N, T, 1], for [N, 1, 1, T, length]; None:
+        they are all tokens of one, for [length, length].
+    """
+    keys = torch.arange(length, device=like.device)
+    behind = (keys[:, None] if places is None else places[:, None, None]) - keys
+    hidden = behind < 0
     if window is not None:
-        hidden_TT = hidden_TT | (behind_TT >= window)
-    return like.new_zeros(length, length).masked_fill_(hidden_TT, float("-inf"))
+        hidden = hidden | (behind >= window)
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 
 def attend_with_sinks(

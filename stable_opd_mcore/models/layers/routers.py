@@ -59,17 +59,17 @@ class Routers:
             yield
             return
         chosen_TYX = batch.routed_experts_TYX
-        positions_T = torch.zeros_like(batch.tokens_T, dtype=torch.bool)
-        positions_T[batch.rows_N] = True
+        rows_T = torch.zeros_like(batch.tokens_T)  # a token may be the row of several sequences
+        rows_T.index_add_(0, batch.rows_N, torch.ones_like(batch.rows_N))
         if self._chunk.config.sequence_parallel:
             group = self._chunk.pg_collection.tp
-            positions_T = positions_T.chunk(group.size())[group.rank()]
+            rows_T = rows_T.chunk(group.size())[group.rank()]
             if chosen_TYX is not None:
                 chosen_TYX = chosen_TYX.chunk(group.size())[group.rank()]
         for router in self._routers:
             router.begin(
                 _MicroBatchChoices(
-                    positions_T=positions_T if counts else None,
+                    rows_T=rows_T if counts else None,
                     chosen_TX=None if chosen_TYX is None else chosen_TYX[:, router.layer].long(),
                     trains=trains,
                 )
@@ -93,7 +93,7 @@ class Routers:
 class _MicroBatchChoices(NamedTuple):
     """What a router does with a micro-batch."""
 
-    positions_T: Tensor | None  # bool: which tokens are loss rows; None: nothing is counted
+    rows_T: Tensor | None  # loss rows of each token; None: nothing is counted
     chosen_TX: Tensor | None  # replayed choices, -1 for the router's own; None: all are its own
     trains: bool
 
@@ -147,11 +147,10 @@ class _Router:
 
     def _after(self, _router: Module, _inputs: object, routed: tuple[Tensor, Tensor]) -> None:
         now, is_first_run = self._now, self._value is not None
-        if now is None or now.positions_T is None or not is_first_run:
+        if now is None or now.rows_T is None or not is_first_run:
             return
         _, chosen_TE = routed  # probabilities and bool
-        counted_TE = chosen_TE & now.positions_T[:, None]
-        self._routers.counts_YE[self.layer] += counted_TE.sum(dim=0)
+        self._routers.counts_YE[self.layer] += (chosen_TE * now.rows_T[:, None]).sum(dim=0)
 
 
 def load_metrics(counts_YE: Tensor) -> Metrics:

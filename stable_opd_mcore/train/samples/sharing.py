@@ -79,6 +79,8 @@ def share_out(
     num_minibatches: int,
     weights_of: Callable[[SampleFacts], SampleWeights],
     costs_of: Callable[[NDArray[np.int64]], NDArray[np.float64]],
+    *,
+    prompts_together: bool = False,
 ) -> list[Minibatch]:
     """This rank's part of every minibatch. Collective over the data-parallel ranks.
 
@@ -90,6 +92,7 @@ def share_out(
         samples: this rank's.
         facts: those of all samples.
         weights_of: the token weights of a whole minibatch, from its facts.
+        prompts_together: samples of a prompt go to one rank, where that leaves ranks balanced.
     """
     trainer_B = np.full(len(facts), _NOBODY)  # which batch rank trains on each sample
     own: list[NDArray[np.int64]] = []  # places of each minibatch
@@ -102,7 +105,8 @@ def share_out(
         costs_B = costs_of(part.tokens_B)
         if part.teacher_tokens_B is not None:
             costs_B = costs_B + costs_of(part.teacher_tokens_B) * part.scored_B
-        shares = partition(costs_B, world.batch_size, part.scored_B)
+        prompt_B = part.slot_B if prompts_together else None
+        shares = partition(costs_B, world.batch_size, part.scored_B, prompt_B)
         for batch_rank, share in enumerate(shares):
             trainer_B[places[share]] = batch_rank
         mine = np.array(shares[world.batch_rank], np.int64)
@@ -162,6 +166,7 @@ def pack_micro_batches(
         sequence_multiple=world.sequence_multiple,
         microbatch_multiple=world.microbatch_multiple,
         routing=routing,
+        share_prefixes=config.train.share_prefixes,
     )
     slices = (slice_microbatch(b, world.context_rank, world.context_size) for b in batches)
     return [to_device(batch, world.device) for batch in slices]

@@ -30,6 +30,8 @@ def test_a_micro_batch_is_no_larger_than_a_ranks_share(tmp_path):
     one = run("train.micro_batch_tokens=65536")
     assert one.micro_batch_tokens == 12 * 1024 == one.largest_share
     assert one.num_micro_batches == 1
+    shared = run("train.share_prefixes=true")  # 12 sequences of 3 prompts
+    assert shared.micro_batch_tokens == 12 * 768 + 3 * 256
     assert run("train.minibatches=3").largest_share == 4 * 1024
     # A sequence longer than the mean has a micro-batch of its own.
     eight = run("train.minibatches=6", "parallel.tensor=1", "parallel.sequence=false")
