@@ -20,6 +20,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 
 from stable_opd_mcore.data import tokenizer_backend
@@ -245,14 +247,13 @@ class Tokenizer:
         )
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int] | NDArray[np.int32]) -> str:
         """The text of a response without the stop token at its end; it keeps special tokens."""
-        ids = list(token_ids)
+        ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        return str(
-            self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        # Not transformers' own decode: it looks at every id in Python first.
+        return self._backend.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token; where several spell one character, the last one gets it."""

@@ -25,6 +25,7 @@ from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading_worker import graded, rewarded, start_worker
 from stable_opd_mcore.host.user_code import Reward, UserFunction
+from stable_opd_mcore.host.worker_processes import LOADING_SECONDS
 from stable_opd_mcore.records import AnswerFormat, GradingFailure, Rollout
 
 CONSTS.term_timeout = 0.0  # pebble's wait between SIGTERM, which workers ignore, and SIGKILL
@@ -228,7 +229,8 @@ class Grader:
             paths = ", ".join(dict.fromkeys(own.path for own in self.rewards.values() if own))
             if not self._has_graded and paths:
                 raise UserError(
-                    f"{paths}: running it fails, or takes more than a minute; fix the error above"
+                    f"{paths}: running it fails, or takes more than {LOADING_SECONDS} s; fix the "
+                    "error above"
                 ) from error
             if not self._has_graded:
                 raise RuntimeError(

@@ -18,7 +18,7 @@ from typing import Any
 
 from stable_opd_mcore.host.user_code import UserFunction
 
-_LOADING_SECONDS = 60
+LOADING_SECONDS = 150  # for the import of a user's file, with all that it imports
 _PROGRAM = (
     "import sys; from importlib import import_module; sys.path[:] = sys.argv[3:]; "
     "import_module(sys.argv[1]).main(int(sys.argv[2]))"
@@ -85,15 +85,15 @@ def start_user_code(
     """Import the user's functions in this process, which from then on has `memory_gib` of address
     space and writes to the file `log` what it prints.
 
-    The import may still print to the terminal, and one that takes more than a minute ends the
-    process. SIGTERM is ignored: Slurm sends it to every process of a job step, and the trainer
+    The import may still print to the terminal, and one that takes more than LOADING_SECONDS ends
+    the process. SIGTERM is ignored: Slurm sends it to every process of a job step, and the trainer
     still finishes its training step.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     warm_up()
-    signal.setitimer(signal.ITIMER_REAL, _LOADING_SECONDS)  # it ends the process
+    signal.setitimer(signal.ITIMER_REAL, LOADING_SECONDS)  # it ends the process
     loaded = {
         name: function.load(stays=len(functions) == 1) for name, function in functions.items()
     }

@@ -17,13 +17,13 @@ from typing import Any
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.user_code import UserFunction
-from stable_opd_mcore.host.worker_processes import start_process
+from stable_opd_mcore.host.worker_processes import LOADING_SECONDS, start_process
 from stable_opd_mcore.records import GradingFailure
 from stable_opd_mcore.rollout.environment_answers import MAX_ANSWER_BYTES, Answer
 from stable_opd_mcore.rollout.environment_worker import READY, how_it_ended, took_too_long
 from stable_opd_mcore.serving.channel import send_message
 
-_LONGEST_START_SECONDS = 180.0  # the process itself limits the import of the user's file
+_LONGEST_START_SECONDS = LOADING_SECONDS + 30.0  # the process itself limits the import
 _LARGEST_LOG_BYTES = 16 * 2**20  # of a file to which another process appends
 _CLOSING_SECONDS = 10.0  # the process itself takes half of it
 _SAME_HASHES = {"PYTHONHASHSEED": "0"}  # sets have the same order in each process
@@ -45,7 +45,8 @@ class EnvironmentFailure(Exception):
 def cannot_start(function: UserFunction) -> UserError:
     """For a function whose first process fails as it starts."""
     return UserError(
-        f"{function.path}: running it fails, or takes more than a minute; fix the error above"
+        f"{function.path}: running it fails, or takes more than {LOADING_SECONDS} s; fix the "
+        "error above"
     )
 
 

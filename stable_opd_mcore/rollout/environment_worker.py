@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
 from stable_opd_mcore.host.user_code import InvalidValueError, UserFunction
-from stable_opd_mcore.host.worker_processes import start_user_code
+from stable_opd_mcore.host.worker_processes import LOADING_SECONDS, start_user_code
 from stable_opd_mcore.rollout.environment_answers import (
     Answer,
     async_answer,
@@ -155,6 +155,8 @@ def how_it_ended(code: int, memory_gib: float) -> str:
     """Why a process with the user's code has ended, from its exit code as Python gives it."""
     if code == OUT_OF_MEMORY:
         return f"it needed more memory than environment.memory_gib={memory_gib:g}"
+    if code == -signal.SIGALRM:
+        return f"the import of its file took more than {LOADING_SECONDS} s"
     if code < 0:
         return f"it ended its process, by signal {-code} ({signal.strsignal(-code)})"
     return f"it ended its process, with exit code {code}"
