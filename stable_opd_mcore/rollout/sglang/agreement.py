@@ -72,6 +72,6 @@ def disagreements(
         if not gap <= tolerance(dtype):
             found[name] = (
                 "from the same weights it computes other log-probabilities than the trainer: they "
-                f"differ by {gap:.3g} in the median, expected is at most {tolerance(dtype):.2g}"
+                f"differ by {gap:.3g} in the median, expected is at most {tolerance(dtype):.3g}"
             )
     return found, failed
