@@ -3,7 +3,7 @@
 #   make test    the tests, 6 to 26 minutes on 2 cores, idle or busy
 #   make test-cluster   test-slurm and test-sglang, one after the other; with --jobs 2 at the same time, 13 to 20 minutes
 #   make test-slurm     on a real Slurm, with NeMo-Run: apt-get install slurm-wlm munge iproute2
-#   make test-sglang    with real SGLang servers, and the suite of a GPU on a CPU
+#   make test-sglang    with real SGLang servers, the suite of a GPU on a CPU, and old releases of transformers
 #   make rehearse   every shipped config on 1 to 128 nodes, set up, stepped and published without a GPU
 #   make resolve  which pins contradict, on Python 3.11 to 3.14, x86-64 and aarch64, for every extra (needs a network)
 #   make checks  format, lint, types, shell scripts, spelling: the hooks of .pre-commit-config.yaml over all files
@@ -11,6 +11,7 @@
 #   make gpu     the suite of a Hopper GPU, twelve minutes without a network (docs/evidence/gpu.md); GPU_ARGS="--parts kernels loss"
 #   make gpu-bundle   what that suite needs on a machine without a network, in build/gpu-bundle (at most 60 MB)
 #   make agents  a venv of agents' packages, .venv-agents, for the tests of docs/agents.md (about 1.3 GB)
+#   make old-transformers   the oldest release of transformers of each family, in .venv-old, for a test (about 0.7 GB)
 #   make launch  a venv of NeMo-Run's own, .venv-launch, for the experiments in launch/ (about 0.5 GB)
 #
 # PYTHON=python3.12 picks an interpreter. Without a GPU, a CPU build of torch saves gigabytes:
@@ -20,7 +21,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: gpu gpu-bundle sglang agents launch resolve demo test test-cluster test-slurm test-sglang rehearse checks install format clean
+.PHONY: gpu gpu-bundle sglang agents launch old-transformers resolve demo test test-cluster test-slurm test-sglang rehearse checks install format clean
 install: $(INSTALLED)
 
 # pip takes the versions of the dependency group `dev` as constraints.
@@ -49,7 +50,7 @@ ON_SLURM = tests/integration/test_slurm_*.py tests/integration/test_nemorun_*.py
 test-cluster: test-slurm test-sglang
 test-slurm: $(INSTALLED) sglang launch
 	$(BIN)/python -m pytest -m cluster $(ON_SLURM)
-test-sglang: $(INSTALLED) sglang
+test-sglang: $(INSTALLED) sglang old-transformers
 	$(BIN)/python -m pytest -m cluster tests/integration tests/benchmarks $(addprefix --ignore=,$(wildcard $(ON_SLURM)))
 
 # With server nodes, and with pipeline stages that one node does not hold.
@@ -80,6 +81,16 @@ agents: .venv-agents/.installed
 	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement $<
 	@touch $@
 
+# Each release in a folder of its own, to be put before this environment's packages.
+old-transformers: .venv-old/.installed
+.venv-old/.installed: requirements/old-transformers.txt $(INSTALLED)
+	rm -rf .venv-old && mkdir .venv-old
+	while read -r transformers others; do \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-compile --no-deps \
+			--target ".venv-old/$${transformers##*==}" "$$transformers" $$others || exit 1; \
+	done < requirements/old-transformers.txt
+	@touch $@
+
 launch: .venv-launch/.installed
 .venv-launch/.installed: pyproject.toml
 	@$(PYTHON) tools/check_python.py --until 3.13 make launch  # NeMo-Run's leptonai
@@ -104,4 +115,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-sglang .venv-agents .venv-launch .pytest_cache .ruff_cache
+	rm -rf .venv .venv-sglang .venv-agents .venv-launch .venv-old .pytest_cache .ruff_cache
