@@ -28,8 +28,8 @@ BLOCKS = {
         (ROOT / "docs" / "agents.md").read_text(),
         re.MULTILINE | re.DOTALL,
     )
-}
-ROW = {"problem": "What is 17 + 25?", "answer": "42"}
+} | {"sql_agent": (ROOT / "docs" / "examples" / "sql_agent.py").read_text()}
+ROW = {"problem": "What is 17 + 25?", "answer": "42", "query": "SELECT max(age) FROM things"}
 PLAY = (
     "import harness, json, sys\n"
     "print('\\nreward', harness.episode(json.loads(sys.argv[1]), 0, sys.argv[2]))"
@@ -42,6 +42,10 @@ def called(tool, **arguments):
 
 def said(content):
     return ChatReply(content, "", (), "stop", 9, 4)
+
+
+def fenced(text):
+    return said(f"```mswea_bash_command\n{text}\n```")
 
 
 def code(text):
@@ -63,6 +67,10 @@ HARNESSES = {  # the student's turns, and what becomes of the requests
     "mini_swe_agent": (
         [called("bash", command="echo 42 > answer.txt"), called("bash", command=SUBMIT)],
         ONE_CONTEXT,
+    ),
+    "sql_agent": (
+        [fenced("SELECT age"), fenced("SELECT max(age) FROM things"), fenced("submit")],
+        {"begun": 1, "continued": 2},
     ),
     "verifiers_env": (ADDED, ONE_CONTEXT),
     "anthropic_client": ([said("It is 42")], {"begun": 1}),
