@@ -52,15 +52,29 @@ class PathSequences(PackedSeqParams):
 def follow_paths(attention: Module) -> None:
     """Let Transformer Engine's attention take `PathSequences` too."""
     attention.register_forward_pre_hook(_along_paths, with_kwargs=True)
+    attention.register_forward_hook(_as_before, with_kwargs=True, always_call=True)
 
 
 def _along_paths(
-    _attention: Module, heads: tuple[Any, ...], options: dict[str, Any]
+    attention: Module, heads: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     packed = options.get("packed_seq_params")
     if not isinstance(packed, PathSequences):
         return None
+    _set_type(attention, "cross")  # of "self", unfused attention takes queries' lengths for keys'
     query, key, value, *rest = heads
     key, value = (each.index_select(0, packed.key_places_K) for each in (key, value))
     changed = {"packed_seq_params": packed.attended, "attn_mask_type": SimpleNamespace(name=MASK)}
     return (query, key, value, *rest), options | changed
+
+
+def _as_before(attention: Module, _heads: object, options: dict[str, Any], _output: object) -> None:
+    if getattr(options.get("attn_mask_type"), "name", None) == MASK:
+        _set_type(attention, "self")
+
+
+def _set_type(attention: Module, name: str) -> None:
+    """What Transformer Engine calls the type, of the layer and of each of its kernels."""
+    for each in (attention, *attention.children()):
+        if hasattr(each, "attention_type"):
+            each.attention_type = name  # pyright: ignore

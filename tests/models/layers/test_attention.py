@@ -77,6 +77,7 @@ def test_each_sequence_attends_to_the_tokens_that_it_shares(in_torch, window) ->
         packed = PathSequences.of(batch, cu_seqlens_q=batch.cu_seqlens)
         assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, own_S.sum()]
         found = kernel(*(h.squeeze(1) for h in heads), packed_seq_params=packed).unsqueeze(1)
+        assert kernel.attention_type == "self"
     whole = [h[batch.key_places_K] for h in heads]
     expected = packed_attention(
         *whole, Buckets.of(tokens_S.tolist(), torch.device("cpu")), window=window
@@ -95,10 +96,10 @@ class AlignedAtTheirEnds(torch.nn.Module):
 
     def __init__(self, window: int | None) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.attention_type = window, "self"
 
     def forward(self, query, key, value, *, packed_seq_params, attn_mask_type):
-        assert attn_mask_type.name == MASK
+        assert (attn_mask_type.name, self.attention_type) == (MASK, "cross")
         ends = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv
         outputs = []
         for (q0, q1), (k0, k1) in zip(*(pairwise(e.tolist()) for e in ends), strict=True):
