@@ -80,17 +80,18 @@ def test_repeated_rechecks_have_the_given_probabilities():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "message", "remedy"),
     [
-        ({"rowz": 3}, "rowz.*use rows, seed"),
-        ({"min_operations": 6}, "min_operations=6 exceeds max_operations=5"),
-        ({"rows": 10**11}, "rows: Input should be less than or equal to 1000000"),
-        ({"recheck": [0.5, 1.0]}, "from 0 to below 1"),
+        ({"rowz": 3}, "rowz.*use rows, seed", {"rows": 3}),
+        ({"min_operations": 6}, "exceeds max_operations=5; lower it", {"min_operations": 5}),
+        ({"rows": 10**11}, "rows: Input should be less than or equal to 1000000", {"rows": 9}),
+        ({"recheck": [0.5, 1.0]}, "from 0 to below 1", {"recheck": [0.5, 0.9]}),
     ],
 )
-def test_bad_options_are_refused(options, message):
+def test_bad_options_are_refused_until_the_remedy(options, message, remedy):
     with pytest.raises(DataError, match=message):
         arithmetic_rows(options, "train")
+    assert arithmetic_rows(remedy, "train")
 
 
 def test_the_task_is_read_as_a_source():

@@ -60,5 +60,8 @@ def test_prompt_and_budget_must_fit_the_teachers_window(tmp_path):
 
 @pytest.mark.parametrize("template", ["{{ problem", "no column", "{% include 'x' %}{{ a | b }}"])
 def test_a_template_without_columns_or_sense_is_refused(template):
-    with pytest.raises(ConfigError, match=r"teacher\.prompt"):
+    with pytest.raises(
+        ConfigError, match=r"teacher\.prompt.*(correct it|for example {{ problem }})"
+    ):
         TeacherPrompt(template, TOKENIZER, None, None)
+    TeacherPrompt("{{ problem }}", TOKENIZER, None, None)

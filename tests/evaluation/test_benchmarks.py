@@ -45,6 +45,9 @@ def test_bad_names_files_and_rows(tmp_path):
     write(tmp_path / "minerva.jsonl", {"text": "x", "answer": "1"})
     with pytest.raises(DataError, match=r"minerva\.jsonl:1: no column 'problem'"):
         load_benchmark("minerva", tmp_path)
+    for name in ("amc", "minerva"):
+        write(tmp_path / f"{name}.jsonl", {"problem": "x", "answer": "1"})
+        assert load_benchmark(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", SIZES)

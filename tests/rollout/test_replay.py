@@ -50,3 +50,5 @@ def test_refusals_name_what_does_not_fit(engine, tmp_path):
         engine.generate([Prompt("set:1", "problem 1", (1, 2, 3))], sampling, step=0)
     with pytest.raises(UserError, match=r"step 1 was not stored; .* rollout.save=all .*has 0"):
         ReplayEngine(tmp_path / "elsewhere")
+    for step in (0, 2):  # with the stored run's data, tokens, samples and steps
+        assert len(engine.generate(PROMPTS, sampling, step=step)) == 8

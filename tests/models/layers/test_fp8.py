@@ -40,6 +40,8 @@ EXPERTS = tiny.architecture("qwen3_moe", head_dim=16, moe_intermediate_size=32)
 def test_what_cannot_work_is_refused(architecture, fp8, tensor, message):
     with pytest.raises(UserError, match=message) if message else nullcontext():
         refuse_fp8(architecture, fp8, tensor=tensor, precision=None)
+    if message and tensor > 1:
+        refuse_fp8(architecture, fp8, tensor=1, precision=None)
 
 
 def test_transformer_engine_has_fp8_only_with_bf16():
