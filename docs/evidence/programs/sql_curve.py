@@ -21,7 +21,13 @@ from stable_opd_mcore.config.load import parse_config
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sql_agent.py"
 sys.path.append(str(EXAMPLE.parent))
-from sql_agent import COLOURS, NUMBERS, SIZES, SYSTEM, ask  # noqa: E402
+from sql_agent import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    COLOURS,
+    NUMBERS,
+    SIZES,
+    SYSTEM,
+    ask,
+)
 
 FUNCTIONS = {
     "How many": "count",
