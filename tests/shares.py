@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stable_opd_mcore.data.packing import Kind, costs, fill, pack, partition
+from stable_opd_mcore.data.packing import Kind, costs, fill, pack
+from stable_opd_mcore.data.partition import partition
 from stable_opd_mcore.records import MicroBatch, Sample, SampleKind
 from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 

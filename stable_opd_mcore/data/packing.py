@@ -1,5 +1,4 @@
-"""Share out the samples of a minibatch over data-parallel ranks, and pack a rank's samples into
-micro-batches.
+"""Pack a rank's samples of a minibatch into micro-batches.
 
 Sequences lie end to end, and cu_seqlens holds their bounds. Tokens that fill a micro-batch up to a
 multiple are a last sequence without loss rows. Context parallelism needs every sequence to be a
@@ -14,9 +13,8 @@ Suffixes of names: records.py; P prompts, M micro-batches.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +23,7 @@ from numpy.typing import NDArray
 
 from stable_opd_mcore.data.shared_prefixes import paths, put_together
 from stable_opd_mcore.records import MicroBatch, Sample, SequenceScores
-from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
+from stable_opd_mcore.sample_facts import SampleWeights
 
 
 class Kind(NamedTuple):
@@ -49,16 +47,6 @@ Counts = Mapping[Kind, int]
 _PAD_TOKEN = 0  # any valid id: no loss reads it and no token attends to it
 
 
-def split_by_prompt(facts: SampleFacts, parts: int) -> list[NDArray[np.int64]]:
-    """Places of the samples of at most `parts` minibatches: prompt i goes to minibatch i modulo
-    `parts`, with all its samples.
-    """
-    _, first_P, prompt_B = np.unique(facts.slot_B, return_index=True, return_inverse=True)
-    order_P = np.argsort(np.argsort(first_P))  # a prompt's place in the order of appearance
-    split = [np.flatnonzero(order_P[prompt_B] % parts == part) for part in range(parts)]
-    return [part for part in split if len(part)]
-
-
 def costs(
     tokens_B: NDArray[np.int64],
     attention_length: float,
@@ -70,54 +58,6 @@ def costs(
     """
     lengths_B = _up_to(sequence_multiple, tokens_B)
     return (lengths_B - shared_B) * (1 + (lengths_B + shared_B) / attention_length)
-
-
-def partition(
-    costs_B: NDArray[np.float64],
-    parts: int,
-    first_B: NDArray[np.bool_] | bool = True,
-    prompt_B: NDArray[np.int64] | None = None,
-) -> list[list[int]]:
-    """Places of the sequences of each part, balanced by cost: those of `first_B`, and all together.
-
-    Those of `first_B` come first, the costliest first; each goes to the part with the lowest sum.
-    Those of one prompt go together, unless they cost more than half of what a part has.
-    """
-    loads = [(0.0, part) for part in range(parts)]  # a heap
-    shares: list[list[int]] = [[] for _ in range(parts)]
-    first_B = np.broadcast_to(first_B, len(costs_B))
-    units = [[index] for index in range(len(costs_B))]
-    if prompt_B is not None:
-        most = costs_B.sum() / parts / 2
-        units = list(_units(costs_B, np.lexsort((first_B, prompt_B)), (first_B, prompt_B), most))
-    costs_U = np.array([costs_B[unit].sum() for unit in units])
-    order_U = np.lexsort((-costs_U, ~first_B[[unit[0] for unit in units]]))
-    order: list[int] = order_U.tolist()
-    for unit in (units[index] for index in order):
-        load, part = loads[0]
-        heapq.heapreplace(loads, (load + float(costs_B[unit].sum()), part))
-        shares[part].extend(unit)
-    return shares
-
-
-def _units(
-    costs_B: NDArray[np.float64],
-    order_B: NDArray[np.int64],
-    keys: Sequence[NDArray[Any]],
-    most: float,
-) -> Iterator[list[int]]:
-    """Neighbours in `order_B` with equal keys, as long as they cost at most `most`."""
-    unit: list[int] = []
-    cost = 0.0
-    for index in order_B.tolist():
-        alike = unit and all(key[index] == key[unit[0]] for key in keys)
-        if unit and not (alike and cost + costs_B[index] <= most):
-            yield unit
-            unit, cost = [], 0.0
-        unit.append(index)
-        cost += costs_B[index]
-    if unit:
-        yield unit
 
 
 def pack(
@@ -159,15 +99,11 @@ def pack(
         for values in (sample.trained, sample.rollout_logprobs, sample.repetitive):
             assert values is None or len(values) == len(places)
     tokens_B = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
-    shared_B = np.zeros_like(tokens_B)
-    kinds: dict[Kind, list[int]] = {}
-    for index, sample in enumerate(samples):
-        kinds.setdefault(Kind.of(sample), []).append(index)
-    groups = [[index] for index in range(len(samples))]  # of samples in one micro-batch
+    kinds = [Kind.of(sample) for sample in samples]
+    groups, shared_B = [[index] for index in range(len(samples))], np.zeros_like(tokens_B)
     if share_prefixes:
         assert sequence_multiple == 1, "config refuses context parallelism with shared prefixes"
-        of_kinds = (put_together(samples, of, max_tokens, shared_B) for of in kinds.values())
-        groups = [group for of_kind in of_kinds for group in of_kind]
+        groups, shared_B = put_together(samples, kinds, max_tokens)
     costs_B = costs(tokens_B, attention_length, sequence_multiple, shared_B)
     own_B = _up_to(sequence_multiple, tokens_B) - shared_B
     lengths_G = np.array([own_B[group].sum() for group in groups], np.int64)
@@ -175,7 +111,7 @@ def pack(
     groups_of: dict[Kind, list[int]] = {}
     order: list[int] = np.argsort(-costs_G, kind="stable").tolist()
     for number in order:
-        groups_of.setdefault(Kind.of(samples[groups[number][0]]), []).append(number)
+        groups_of.setdefault(kinds[groups[number][0]], []).append(number)
     bins = {kind: fill(lengths_G, numbers, max_tokens) for kind, numbers in groups_of.items()}
     counts = agree({kind: len(of_kind) for kind, of_kind in bins.items()}) or {Kind(): 1}
     multiples = (sequence_multiple, math.lcm(sequence_multiple, pad_to_multiple))
@@ -259,18 +195,13 @@ def _build(
     used = int(lengths_S.sum())
     padding = max(multiples[1], _up_to(multiples[1], used)) - used
     more = np.full(int(padding > 0), padding, np.int64)  # the last sequence
-    tokens = [
-        part
-        for sample, shared, tail in zip(
-            chosen, shared_S.tolist(), (lengths_S - own_S).tolist(), strict=True
-        )
-        for part in (sample.token_ids[shared:], _padding(tail))
-    ]
-    tokens_T = _join([*tokens, _padding(padding)], np.int64)
+    tokens_T = np.full(used + padding, _PAD_TOKEN, np.int64)
     arrays = _row_values(chosen, weights.select(members_S), sampled_S)
     if not (kind.is_not_scored or kind.is_not_taught):
         arrays |= _served_scores([sample.teacher_scores for sample in chosen])
     places = paths(np.cumsum(lengths_S) - lengths_S, tokens_S, shared_S)
+    for path, sample in zip(places, chosen, strict=True):
+        tokens_T[path] = sample.token_ids
     if routing is not None:
         shape = (len(tokens_T), *routing)
         arrays["routed_experts_TYX"] = _routed_experts(chosen, places, shape)
@@ -377,10 +308,6 @@ def _routed_experts(
 def _up_to(multiple: int, lengths: Any) -> Any:
     """The next multiple of each length."""
     return -(-lengths // multiple) * multiple
-
-
-def _padding(length: int) -> NDArray[np.int32]:
-    return np.full(length, _PAD_TOKEN, np.int32)
 
 
 def _join(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

@@ -11,10 +11,12 @@ Letters: records.py; B samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stable_opd_mcore.data.token_prefixes import first_true, in_token_order, num_common
 from stable_opd_mcore.records import Sample
 
 # Samples are put together where they share this part of a sample: below it, what they would save is
@@ -23,20 +25,25 @@ LEAST_SHARE = 1 / 4
 
 
 def put_together(
-    samples: Sequence[Sample], members: Sequence[int], max_tokens: int, shared_B: NDArray[np.int64]
-) -> list[list[int]]:
-    """Groups of `members` that begin alike, each of at most `max_tokens` tokens computed.
+    samples: Sequence[Sample], kinds: Sequence[Any], max_tokens: int
+) -> tuple[list[list[int]], NDArray[np.int64]]:
+    """Groups of samples of one kind that begin alike, as their places in `samples`.
 
-    Sets in `shared_B` how many tokens a sample shares with the one before it in its group; each has
-    at least one token of its own.
+    Returns:
+        Groups of at most `max_tokens` tokens that are computed, each in the order in which samples
+        share; and [B] how many tokens a sample shares with the one before it in its group. Each
+        sample has at least one token of its own.
     """
-    order = sorted(members, key=lambda index: samples[index].token_ids.astype(">i4").tobytes())
+    shared_B = np.zeros(len(samples), np.int64)
     groups: list[list[int]] = []
     room = 0
-    for index in order:
-        sample = samples[index]
-        length = len(sample.token_ids)
-        common = _common(samples[groups[-1][-1]], sample) if groups else 0
+    for index in sorted(
+        range(len(samples)), key=lambda i: (kinds[i], in_token_order(samples[i].token_ids))
+    ):
+        length = len(samples[index].token_ids)
+        common = 0
+        if groups and kinds[groups[-1][-1]] == kinds[index]:
+            common = _num_shared(samples[groups[-1][-1]], samples[index])
         if length * LEAST_SHARE <= common and length - common <= room:
             groups[-1].append(index)
             shared_B[index] = common
@@ -44,22 +51,21 @@ def put_together(
         else:
             groups.append([index])
             room = max_tokens - length
-    return groups
+    return groups, shared_B
 
 
-def _common(one: Sample, other: Sample) -> int:
-    """The tokens at the beginning of both, whose replayed experts are the same, but for the last
+def _num_shared(one: Sample, other: Sample) -> int:
+    """The tokens with which both begin and whose replayed experts are the same; never the last
     token of `other`."""
-    most = min(len(one.token_ids), len(other.token_ids) - 1)
-    differ = one.token_ids[:most] != other.token_ids[:most]
+    common = min(num_common(one.token_ids, other.token_ids), len(other.token_ids) - 1)
     experts, others = one.routed_experts, other.routed_experts
-    if (experts is None) != (others is None):
+    if experts is None and others is None:
+        return common
+    if experts is None or others is None:
         return 0
-    if experts is not None and others is not None:
-        known = min(most, len(experts), len(others))
-        differ[:known] |= (experts[:known] != others[:known]).any(axis=(1, 2))
-        differ[known:] |= len(experts) != len(others)
-    return int(differ.argmax()) if differ.any() else most
+    known = min(common, len(experts), len(others))
+    alike = first_true((experts[:known] != others[:known]).any(axis=(1, 2)))
+    return common if alike == known and len(experts) == len(others) else alike
 
 
 def paths(

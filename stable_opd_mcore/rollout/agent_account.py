@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from stable_opd_mcore.data.token_prefixes import in_token_order, num_common
 from stable_opd_mcore.metrics import Mean
 
 # What becomes of an agent's requests, each counted in one of these
@@ -54,24 +55,17 @@ def lost_share(counts: Mapping[str, int]) -> float:
 
 def num_repeated(contexts: Sequence[NDArray[np.int32]]) -> int:
     """The tokens of an episode's contexts less the nodes of the tree that the contexts are."""
-    in_order = sorted(contexts, key=lambda ids: ids.astype(">i4").tobytes())
-    return sum(_num_shared(a, b) for a, b in pairwise(in_order))
-
-
-def _num_shared(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """With how many tokens both begin."""
-    length = min(len(a), len(b))
-    return int(next(iter(np.flatnonzero(a[:length] != b[:length])), length))
+    return sum(num_common(a, b) for a, b in pairwise(sorted(contexts, key=in_token_order)))
 
 
 def shares(counts: Mapping[str, int]) -> dict[str, Mean]:
-    """Of the sampled tokens those that are trained, and of the read ones those read again."""
+    """The trained share of the sampled tokens, and the repeated share of the contexts' tokens."""
     sampled, trained, read, repeated = (counts.get(name, 0) for name in TOKENS)
     return {"trained_share": Mean(trained, sampled), "repeated_share": Mean(repeated, read)}
 
 
 def account_text(counts: Mapping[str, int]) -> str:
-    """What became of an agent's requests and of the student's tokens, for people."""
+    """What became of an agent's requests and of the student's tokens, as a line to read."""
     kinds = ", ".join(f"{counts.get(name, 0)} {name}" for name in KINDS)
     more = [f"{name} {counts[name]}" for name in COUNTS if name not in KINDS and counts.get(name)]
     others = f" ({', '.join(more)})" if more else ""

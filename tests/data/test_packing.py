@@ -14,9 +14,8 @@ from stable_opd_mcore.data.packing import (
     fill,
     level,
     pack,
-    partition,
-    split_by_prompt,
 )
+from stable_opd_mcore.data.partition import partition, split_by_prompt
 from stable_opd_mcore.parallel.context import slice_microbatch
 from tests.real_data import real_data
 from tests.shares import facts_of, pack_share, sample_of, weights_of, with_gaps

@@ -173,13 +173,7 @@ class OtherKeys:
         positions_T: Tensor,
     ) -> OtherKeys:
         """`places`: of the tokens of `whole` among the keys."""
-        cells = _to_cells(positions_T, queries).split(
-            [n * longest for n, longest in queries.shapes]
-        )
-        positions = tuple(
-            part.view(sequences, -1, 1)
-            for part, (sequences, _) in zip(cells, queries.shapes, strict=True)
-        )
+        positions = tuple(part.unsqueeze(-1) for part in to_rectangles(positions_T, queries))
         masks = tuple(
             part[:, None] >= torch.arange(longest, device=places.device)
             for part, (_, longest) in zip(positions, whole.shapes, strict=True)
@@ -298,7 +292,8 @@ def packed_attention(
         sinks, window: the layer's (attention_sinks.py).
     """
     parts = []
-    whole, positions, masks = buckets, (None,) * len(buckets.shapes), (None,) * len(buckets.shapes)
+    whole = buckets
+    positions = masks = (None,) * len(buckets.shapes)
     if keys is not None:
         whole, positions, masks = keys.buckets, keys.positions, keys.masks
         key, value = keys.gather(key, value)

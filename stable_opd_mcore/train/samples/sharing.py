@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.data.packing import most_of, pack, partition, split_by_prompt
+from stable_opd_mcore.data.packing import most_of, pack
+from stable_opd_mcore.data.partition import partition, split_by_prompt
 from stable_opd_mcore.models.layers.fp8 import MULTIPLE
 from stable_opd_mcore.parallel.context import slice_microbatch
 from stable_opd_mcore.parallel.transfers import to_device

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stable_opd_mcore.config.schema import Config
-from stable_opd_mcore.data.packing import split_by_prompt
+from stable_opd_mcore.data.partition import split_by_prompt
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.losses.source_objectives import SourceObjectives
 from stable_opd_mcore.metrics import Mean, Metric, Metrics
