@@ -1,7 +1,7 @@
 """What `train.share_prefixes` saves: seconds and saved tensors of a forward and a backward pass.
 
     .venv/bin/python -m benchmarks.prefixes [--tokens 2048] [--rounds 3]
-    .venv/bin/python -m benchmarks.prefixes --smoke   # one tiny case: does it run?
+    .venv/bin/python -m benchmarks.prefixes --smoke   # tiny sequences, to see that it runs
 
 Samples of random tokens through a Qwen3 of 4 layers x 256, fp32, all in micro-batches of 16,384
 tokens: groups of rollouts whose prompts and responses are as 1:4, 1:1 and 4:1, --tokens together;
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
     parser.add_argument("--count", type=int, default=16, help="sequences of a case")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--smoke", action="store_true", help="one tiny case")
+    parser.add_argument("--smoke", action="store_true", help="tiny sequences")
     given = parser.parse_args()
     random.seed(0)
     torch.set_num_threads(1)

@@ -68,7 +68,7 @@ TEMPLATES: Mapping[str, Mapping[str, Any]] = {
             **_NAMED,
         }
     },
-    "llama": {  # its template writes one call; the model says several as {...}; {...}
+    "llama": {  # the model writes several calls as {...}; {...}, its template only one
         _CALLS: {
             "open_pattern": r'\G\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"name")',
             "close_pattern": r'(?<=\})\s*+;?\s*+(?=(?:<\|python_tag\|>\s*)?\{\s*"name")|\Z',

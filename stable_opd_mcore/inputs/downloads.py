@@ -13,12 +13,12 @@ M = TypeVar("M", bound=ModelConfig)
 
 
 def with_downloads(config: Config) -> Config:
-    """The config with the downloaded directories in place of hub ids of student and teacher."""
+    """Download the student and the teachers, and set their paths to the directories."""
     return with_download(with_download(config, "student"), "teacher")
 
 
 def with_download(config: Config, role: str) -> Config:
-    """The config with the downloaded directory in place of the hub id of the student or teacher.
+    """Download the model of a role, and set its path to the directory.
 
     Raises:
         UserError: a path that is not a model directory, a hub id without a revision, or a failed
@@ -35,7 +35,7 @@ def with_download(config: Config, role: str) -> Config:
 
 
 def _downloaded(role: str, model: M) -> M:
-    """The model with the downloaded directory as its path, if that is a hub id."""
+    """Download the model if its path is a hub id, and set the path to the directory."""
     is_teacher = isinstance(model, TeacherConfig)
     if model.path is None or (is_teacher and model.is_self):
         return model

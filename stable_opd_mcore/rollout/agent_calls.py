@@ -40,7 +40,7 @@ class Clock:
         self._state: tuple[float, float | None] = seconds, None  # left, and since when it runs
 
     def left(self) -> float:
-        """At least so many seconds; read in any thread."""
+        """The seconds left, or all of them while the clock stands. Safe to call in any thread."""
         left, since = self._state
         return self._seconds if since is None else left - (time.monotonic() - since)
 

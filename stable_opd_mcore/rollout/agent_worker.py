@@ -151,7 +151,7 @@ def _run(
         os._exit(1)
     with suppress(OSError):
         sys.stdout.flush()
-    if os.getpid() != own:  # a fork that the function made of itself; the episode is not its own
+    if os.getpid() != own:  # the user's function has forked: the parent answers
         os._exit(0)
     result.send_bytes(answer.encoded())
     os._exit(0)

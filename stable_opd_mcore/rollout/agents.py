@@ -182,7 +182,7 @@ class AgentPool:
             self._close(key)
 
     def remove(self, session: Session, account: Counter[str]) -> None:
-        """Forget a session that is over, and add what is counted of it."""
+        """Forget a session that is over, and add its account to the counts of the step."""
         if self._sessions.get(session.asked.key) is not session:
             return
         del self._sessions[session.asked.key]

@@ -15,7 +15,7 @@ from stable_opd_mcore.data.chat_api import (
 )
 from stable_opd_mcore.rollout.sessions import Session
 
-_MAX_OVER = 10_000  # ended episodes whose URLs are remembered
+_MAX_OVER = 10_000  # URLs of ended episodes that are still told from unknown ones
 
 
 class Doorway:

@@ -44,7 +44,7 @@ class Answer:
     metrics: Mapping[str, float] = field(default_factory=dict)  # returned with the reward
     feedback: str | None = None  # returned with the reward, for the teacher
     failure: GradingFailure | None = None
-    reason: str = ""  # of the failure, for people
+    reason: str = ""  # why the episode failed, as a text to print
 
     @property
     def is_last(self) -> bool:
@@ -89,7 +89,7 @@ def last_answer(returned: object) -> Answer:
 
 
 def yielded_answer(yielded: object, is_first: bool) -> Answer:
-    """What an episode yielded."""
+    """The answer in a value that an episode yielded, checked."""
     if yielded is None and is_first:
         return Answer()
     given, tools, restarts = yielded, None, False
@@ -119,8 +119,8 @@ def yielded_answer(yielded: object, is_first: bool) -> Answer:
 
 
 def async_answer(yielded: object, is_first: bool) -> Answer:
-    """What an episode yielded that is asynchronous and cannot return a value: it yields its reward,
-    in the forms of `last_answer`."""
+    """The answer in a value that an asynchronous episode yielded. It cannot return its reward, so
+    it yields it, in the forms of `last_answer`."""
     parts = cast("Sequence[object]", yielded if isinstance(yielded, tuple | list) else [yielded])
     if parts and as_number(parts[0]) is not None:
         return last_answer(yielded)

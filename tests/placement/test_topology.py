@@ -137,7 +137,7 @@ def test_servers_on_the_trainers_machine_follow_its_gpus():
 
 NUMBER, TENSOR = "rollout.sglang.num_servers", "rollout.sglang.tensor"
 UNCUT = ("parallel.tensor=1", "parallel.sequence=false")
-# message: world, settings, what else there is; and for each remedy the same
+# Message: the arguments of a topology that it refuses, then those that follow each remedy
 ALONE = ("7b", 1, 0, 8)
 REFUSED = {
     r"= 4 does not divide 6 trainer GPUs": [(("7b", 1, 0, 6),), (ALONE,)],
