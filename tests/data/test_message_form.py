@@ -221,6 +221,7 @@ def test_a_call_of_gpt_oss_ends_with_its_own_token_and_stands_by_itself(tmp_path
         )
     with pytest.raises(DataError, match="the function's name before a tool's reply; give the too"):
         Bridge(tokenizer).append([replies, replies], context[-1])
+    Bridge(tokenizer).append(named, context[-1])
     user = Bridge(tokenizer).append([ASK], context[-1]).after(context)
     assert not user.restarts
     assert tokenizer.pieces(user.token_ids)[:2] == ["<|start|>", "u"]

@@ -1,13 +1,15 @@
 """The remedy that a refusal names, applied to the row that caused it: the row is then read."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from stable_opd_mcore.config.data import DataConfig
+from stable_opd_mcore.config.data import DataConfig, SourceConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.prompts import PromptSet
 from stable_opd_mcore.data.sources import load_rows
+from stable_opd_mcore.data.synthetic import ARITHMETIC
 from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
 from stable_opd_mcore.errors import DataError
 from tests.commands.check.directories import TEMPLATE, write_model
@@ -191,21 +193,37 @@ def test_a_row_that_follows_the_remedy_is_read(tmp_path, tokenizers, columns, ro
         assert len(read(*remedy)) == 1, remedy
 
 
-def test_a_file_that_follows_the_remedy_is_read(tmp_path):
-    good = json.dumps(PLAIN)
-    for text, words in (
-        ("[1]", "every line must be one object"),
-        (good[:-1], "every line must be one object, complete"),
-        ('{"problem": "1", "problem": "2", "answer": "3"}', "keep the right one"),
-        ("", "check the file and data split"),
-    ):
-        path = tmp_path / "rows.jsonl"
-        config = DataConfig.model_validate({"train": {"path": str(path)}})
-        path.write_text(text)
-        with pytest.raises(DataError, match=words):
-            load_rows(config.train)
-        path.write_text(good)
-        assert load_rows(config.train)
+GOOD = json.dumps(PLAIN)
+FILES = [  # the file's text, settings of its source, words of the remedy, and what follows it
+    ("[1]", {}, "every line must be one object", GOOD, {}),
+    (GOOD[:-1], {}, "every line must be one object, complete", GOOD, {}),
+    ('{"problem": "1", "problem": "2", "answer": "3"}', {}, "keep the right one", GOOD, {}),
+    ("", {}, "check the file and data split", GOOD, {}),
+    (GOOD, {"path": "rows.json"}, r"unknown kind of file; use \.jsonl", GOOD, {}),
+    (GOOD, {"path": "none.jsonl"}, "no such file; check data.*path", GOOD, {}),
+    (GOOD, {"path": "me/none"}, r"correct data.*path, or give .*a revision", GOOD, {}),
+    (GOOD, {"path": "me/no/rows"}, r"nor a hub id .*check data.*path", GOOD, {}),
+    (GOOD, {"options": {"rows": 3}}, "only configuration; drop the others", GOOD, {}),
+    (GOOD, {"split": "train[:1]"}, "drop data.*split, or set data.*limit", GOOD, {"limit": 1}),
+    ("", {"path": "rows.parquet"}, "not readable as parquet; write it again", GOOD, {}),
+    (GOOD, {"path": "synthetic:sums"}, "set data.*path to syn", GOOD, {"path": ARITHMETIC}),
+]
+
+
+@pytest.mark.parametrize(("text", "settings", "words", "then", "remedy"), FILES)
+def test_a_file_that_follows_the_remedy_is_read(
+    tmp_path, monkeypatch, text, settings, words, then, remedy
+):
+    monkeypatch.chdir(tmp_path)
+
+    def read(text, settings):
+        for name in ("rows.jsonl", "rows.json", "rows.parquet"):
+            Path(name).write_text(text)
+        return load_rows(SourceConfig.model_validate({"path": "rows.jsonl"} | settings))
+
+    with pytest.raises(DataError, match=words):
+        read(text, settings)
+    assert read(then, remedy)
 
 
 def test_settings_of_a_template_that_follow_the_remedy_are_taken(tmp_path):

@@ -149,8 +149,10 @@ def test_a_malformed_row_is_named(tmp_path, column, value, message):
     lines = path.read_bytes().split(b"\n")
     row = json.loads(lines[0].decode(errors="surrogatepass")) | {column: value}
     path.write_text("\n".join([json.dumps(row), json.dumps(row)]) + "\n")
-    with pytest.raises(DataError, match=rf"x.jsonl, line 1: .*{message}"):
+    with pytest.raises(DataError, match=rf"x.jsonl, line 1: .*{message}.*restore the file"):
         read_rollouts(path)
+    path.write_bytes(b"\n".join(lines))
+    assert read_rollouts(path) == ROLLOUTS
 
 
 @pytest.mark.parametrize("line", [b'{"prompt_id": ', b"NaN", b"[1]", b"{}", b"\xff"])

@@ -52,13 +52,27 @@ def test_what_a_run_has_written(tmp_path):
     assert found.results == {"step_000001": {"amc": {"accuracy": 0.5}}}
     for text, message in (("[1]", "a JSON list, not"), ('{"benchmarks": [1]}', "no mapping")):
         results.write_text(text)
-        with pytest.raises(UserError, match=rf"evaluation/.*/results\.json: {message}"):
+        with pytest.raises(
+            UserError, match=rf"evaluation/.*/results\.json: {message}.*; delete it"
+        ):
             read_written(run)
-    results.unlink()
-    (run.directory / "config.resolved.yaml").write_text("- a\n")
-    with pytest.raises(UserError, match=r"resolved\.yaml: a list, not a mapping of settings"):
-        read_written(run)
-    (run.directory / "config.resolved.yaml").unlink()  # a run that died early has none
+        results.unlink()
+        assert read_written(run).results == {}
+    settings = run.directory / "config.resolved.yaml"
+    kept = settings.read_text()
+    for text, message in (
+        ("- a\n", "a list, not a mapping of settings"),
+        ("a: &a 1\nb: *a\n", "not readable as YAML: it holds aliases"),
+        ("a: [", "not readable as YAML"),
+    ):
+        settings.write_text(text)
+        with pytest.raises(
+            UserError, match=rf"resolved\.yaml: {message}.*; restore the run's file"
+        ):
+            read_written(run)
+        settings.write_text(kept)
+        assert read_written(run).settings == found.settings
+    settings.unlink()  # a run that died early has none
     assert read_written(run).settings == {}
 
 
