@@ -1,4 +1,5 @@
 """A conversation in OpenAI's form, as a row of a source has it: [{"role": ..., "content": ...}].
+ShareGPT's form, [{"from": "human", "value": ...}], and roles by other names are read into it.
 
 An assistant's turn at its end is the golden solution, and the turns before it are the prompt. With
 `columns.golden: all` every turn of the assistant is golden, and the prompt ends before the first.
@@ -17,6 +18,7 @@ THOUGHT_KEYS = (THOUGHT, "reasoning", "thinking", "thoughts")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _THOUGHT_PARTS = ("thinking", "reasoning")
 _CALL_PARTS = ("tool_use", "tool_result")  # Anthropic's
+_CONTENT = ("content", "value")
 _MAY_BE_EMPTY = ("system", "tool")  # an empty file, a command that prints nothing
 _ANYWHERE = (None, "system", "user", "assistant", "tool")
 _BEFORE = {  # roles that may stand before one; None: it is the first
@@ -25,10 +27,11 @@ _BEFORE = {  # roles that may stand before one; None: it is the first
     "assistant": _ANYWHERE,
     "tool": ("assistant", "tool"),
 }
+_CALL = "function_call"  # OpenAI's older key of a call, and ShareGPT's role of one
 _OTHER_NAMES = {
     **dict.fromkeys(("human", "input"), "user"),
-    **dict.fromkeys(("gpt", "model", "bot", "ai", "output"), "assistant"),
-    **dict.fromkeys(("ipython", "observation", "tool_response", "tool_result"), "tool"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai", "output", _CALL), "assistant"),
+    **dict.fromkeys(("ipython", "observation", "tool_response", "tool_result", "function"), "tool"),
     "developer": "system",
 }
 _MORE_KEYS = {"assistant": {"tool_calls", THOUGHT}, "tool": {"tool_call_id", "name"}}
@@ -124,13 +127,8 @@ def _turn(
         raise DataError(f"{place} is {message!r:.60}; write {{role: ..., content: ...}}")
     # Tables of several conversations write keys that a message lacks as null; servers, as "".
     items = cast("Mapping[Any, Any]", message).items()
-    present = {str(k): v for k, v in items if v not in (None, [], {}, "") or k == "content"}
+    present = {str(k): v for k, v in items if v not in (None, [], {}, "") or k in _CONTENT}
     given = _in_newer_form(present)
-    if {"from", "value"} <= given.keys():
-        raise DataError(
-            f"{place} is in ShareGPT's form, with from and value; rename them to role and "
-            "content, human to user, and gpt to assistant"
-        )
     role = given.get("role")
     _refuse_place(role, before, place)
     content, thoughts = _parts(given.get("content"), place)
@@ -154,22 +152,30 @@ def _turn(
 
 
 def _in_newer_form(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in OpenAI's present form; in the older one a call and its reply have no id."""
+    """A message in OpenAI's present form, of ShareGPT's or of OpenAI's older one, where a call and
+    its reply have no id."""
     newer = dict(given)
-    if newer.get("role") == "function":
-        newer["role"] = "tool"
-    if "function_call" in newer and "tool_calls" not in newer:
-        newer["tool_calls"] = [{"type": "function", "function": newer.pop("function_call")}]
+    for key, other in (("role", "from"), ("content", "value")):
+        if other in newer and key not in newer:
+            newer[key] = newer.pop(other)
+    role = newer.get("role")
+    if role == _CALL:
+        newer = {**newer, _CALL: newer.get("content"), "content": None}
+    if isinstance(role, str):
+        newer["role"] = _OTHER_NAMES.get(role, role)
+    if _CALL in newer and "tool_calls" not in newer:
+        calls = _from_json(newer.pop(_CALL))
+        calls = cast("list[object]", calls if isinstance(calls, list) else [calls])
+        newer["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     return newer
 
 
 def _refuse_place(role: object, before: str | None, place: str) -> None:
     """Raise a DataError for a role that is not known, or may not stand after `before`."""
     if not isinstance(role, str) or role not in _BEFORE:
-        name = _OTHER_NAMES.get(role) if isinstance(role, str) else None
         raise DataError(
             f"{place}: role {role!r:.60}; expected user, assistant, tool, or system in the first "
-            f"message: write {name or 'one of these'}"
+            "message: write one of these"
         )
     if before in _BEFORE[role]:
         return

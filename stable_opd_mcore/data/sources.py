@@ -23,7 +23,7 @@ from stable_opd_mcore.data.dataset_folders import (
     with_json_values,
     with_shortest_floats,
 )
-from stable_opd_mcore.data.messages import parse_messages, without_nulls
+from stable_opd_mcore.data.messages import parse_messages, with_system, without_nulls
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, SYNTHETIC, arithmetic_rows
 from stable_opd_mcore.data.tool_schemas import parse_tools
@@ -156,8 +156,11 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
         value = _lookup(record, columns.messages, place, "messages")
         where = f"{place}: column {columns.messages!r} (messages)"
         messages, golden = parse_messages(value, where, _content, columns.golden)
-        if messages[0]["role"] != "system":
-            _refuse_unread_parts(record, columns.messages, _SYSTEM, place)
+        texts = {name: record[name] for name in _SYSTEM if _is_text(record.get(name))}
+        if len(texts) == 1 or messages[0]["role"] == "system":
+            messages = tuple(with_system(messages, next(iter(texts.values()), None)))
+            texts = {}
+        _refuse_unread_parts(record, columns.messages, texts, place)
         said = [each["content"] for each in messages if each["role"] != "system"]
         problem = "\n\n".join(filter(None, said))
         if len(golden) == 1 and golden[0].keys() == {"role", "content"}:
@@ -180,7 +183,7 @@ def _refuse_unread_parts(record: Record, read: str, texts: Collection[str], plac
     `texts`, an image, a video, a sound."""
     for name in texts:
         text = record.get(name)
-        if name != read and isinstance(text, str) and text.strip():
+        if name != read and _is_text(text):
             raise DataError(
                 f"{place}: column {name!r} has a text ({text!r:.40}) of the prompt, but only "
                 f"column {read!r} is read; write it into that one, or remove or rename the column"
@@ -194,6 +197,10 @@ def _refuse_unread_parts(record: Record, read: str, texts: Collection[str], plac
                 f"{place}: column {name!r} holds {type(value).__name__}, but a prompt is text "
                 "only; remove the row, or remove or rename the column"
             )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _kept(record: Record, whole: bool, required: Collection[str], place: str) -> Record | None:

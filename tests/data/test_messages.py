@@ -62,6 +62,44 @@ def test_the_last_assistant_turn_is_the_golden_solution(tmp_path):
     assert row.solution is None
 
 
+def shared(name, value):
+    return {"from": name, "value": value}
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ([shared("human", "1+1?"), shared("gpt", "It is 2.")], [ASK, TWO]),
+        ([shared("system", "Add."), shared("user", "1+1?")], [SYSTEM, ASK]),
+        ([{**SYSTEM, "role": "developer"}, ASK, {**TWO, "role": "model"}], [SYSTEM, ASK, TWO]),
+        (
+            [
+                shared("human", "1+1?"),
+                shared("function_call", '{"name": "add", "arguments": {"a": 1}}'),
+                shared("observation", ""),
+                shared("gpt", "It is 2."),
+            ],
+            [
+                ASK,
+                {**CALL, "tool_calls": [{"type": "function", **CALL["tool_calls"][0]}]},
+                {"role": "tool", "content": ""},
+                TWO,
+            ],
+        ),
+        (
+            [ASK, shared("function_call", '[{"name": "add", "arguments": "{}"}]'), TOOL, TWO],
+            [ASK, {**CALL, "tool_calls": [{"type": "function", **call_of("{}")}]}, TOOL, TWO],
+        ),
+    ],
+)
+def test_conversations_of_sharegpt_and_roles_by_other_names_are_those_of_openai(
+    tmp_path, given, same
+):
+    other, own = rows_of(tmp_path / "m.jsonl", given, same, golden="all")
+    assert (other.messages, other.golden_turns) == (own.messages, own.golden_turns)
+    assert other.solution == own.solution
+
+
 def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configured_one(tmp_path):
     tokenizer = Tokenizer.load(str(real_data("tokenizers/Qwen2.5-Math-1.5B")))
     rows = rows_of(tmp_path / "m.jsonl", [SYSTEM, ASK, TWO, MORE, FOUR], [ASK, FOUR])
@@ -104,7 +142,8 @@ def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configu
         ),
         ([{"role": "user", "content": {"a": 1}}], "message 0: content holds dict, not text"),
         ([{"role": "user", "content": True}], "message 0: content holds bool, not text"),
-        ([{"from": "human", "value": "1+1?"}], "ShareGPT's form, with from and value; rename"),
+        ([{"from": "human", "value": ""}], "message 0: column 'content' (message) is empty"),
+        ([ASK, {"from": "function_call", "value": "add(1)"}], "message 1: tool call {'type': 'fun"),
         ([{"role": "user", "content": "\ud800"}], "has a lone surrogate"),
         ([{**ASK, "tool_calls": [1]}], "message 0 has tool_calls; of a message of this role, only"),
         ([ASK, {**TWO, "tool_calls": [{"id": "1"}]}], "message 1: tool call {'id': '1'}; write {f"),

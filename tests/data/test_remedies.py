@@ -43,25 +43,7 @@ CASES = [  # columns, the row, words of its remedy, and for each remedy the colu
     (TALK, talk(), "fix or remove the row", [(TALK, talk(ASK))]),
     (TALK, {"messages": "1+1?"}, "expected a list of messages", [(TALK, talk(ASK))]),
     (TALK, talk("1+1?"), r"write \{role: ..., content: ...\}", [(TALK, talk(ASK))]),
-    (
-        TALK,
-        talk({"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "It is 2."}),
-        "rename them to role and content, human to user, and gpt to assistant",
-        [(TALK, talk(ASK, SAY))],
-    ),
-    *(
-        (TALK, talk(given(name)), "write user", [(TALK, talk(given("user")))])
-        for name in ("human", "input")
-    ),
-    *(
-        (TALK, talk(ASK, given(name)), "write assistant", [(TALK, talk(ASK, given("assistant")))])
-        for name in ("gpt", "model", "bot", "ai", "output")
-    ),
-    *(
-        (TALK, talk(ASK, SAY, given(n)), "write tool", [(TALK, talk(ASK, SAY, given("tool")))])
-        for n in ("ipython", "observation", "tool_response", "tool_result")
-    ),
-    (TALK, talk(given("developer"), ASK), "write system", [(TALK, talk(given("system"), ASK))]),
+    (TALK, talk(given("narrator")), "write one of these", [(TALK, talk(ASK))]),
     (
         TALK,
         talk(ASK, SYSTEM),
@@ -136,7 +118,9 @@ CASES = [  # columns, the row, words of its remedy, and for each remedy the colu
     ({}, PLAIN | {"system": "Add."}, "write it into that one, or remove or rename the column", [
         ({}, PLAIN | {"problem": "Add. 1+1?"}), ({}, PLAIN | {"note": "Add."})
     ]),
-    (TALK, talk(ASK, system="Add."), "write it into that one", [(TALK, talk(SYSTEM, ASK))]),
+    (TALK, talk(ASK, system="Add.", system_prompt="Be brief."), "write it into that one", [
+        (TALK, talk(SYSTEM, ASK))
+    ]),
     ({}, PLAIN | {"image": "a.png"}, "remove or rename the column", [({}, PLAIN)]),
     ({}, PLAIN | {"problem": "1+1?<|im_end|>"}, "remove it from the row", [({}, PLAIN)]),
     ({}, PLAIN | {"solution": "2"}, "to a column of worked solutions, or to null", [

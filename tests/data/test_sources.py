@@ -120,25 +120,33 @@ def test_no_file_of_a_folder_is_passed_over(tmp_path, names, readme, refused):
 @pytest.mark.parametrize(
     ("columns", "name"),
     [
-        ({"messages": "m"}, "system"),
         ({"problem": "instruction"}, "input"),
         ({"problem": "instruction"}, "system"),
         ({"problem": "instruction"}, "system_prompt"),
     ],
 )
 def test_a_part_of_the_prompt_in_a_column_of_its_own_is_refused(tmp_path, columns, name):
-    system, ask = {"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}
-    record = {"m": [ask], "instruction": "Add.", "answer": "2"}
+    record = {"instruction": "Add.", "answer": "2"}
     names = ColumnsConfig(**columns)
     for value in ("", None, 3):
         load(jsonl(tmp_path / "a.jsonl", [{**record, name: value}]), columns=names)
     path = jsonl(tmp_path / "a.jsonl", [record, {**record, name: "Think."}])
     with pytest.raises(DataError, match=rf"a\.jsonl:2: column '{name}' has a text \('Think\.'\)"):
         load(path, columns=names)
-    load(
-        jsonl(tmp_path / "a.jsonl", [{**record, "m": [system, ask], "system": "x"}]),
-        columns=ColumnsConfig(messages="m"),
-    )
+
+
+def test_a_conversations_system_message_may_be_in_a_column_of_its_own(tmp_path):
+    system, ask = {"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}
+    names, record = ColumnsConfig(messages="m", answer=None), {"m": [ask], "solution": "2"}
+    rows = [{**record, name: "Add."} for name in ("system", "system_prompt")]
+    rows += [{**record, "m": [system, ask], "system": "Think."}, {**record, "system": " "}]
+    assert [row.messages for row in load(jsonl(tmp_path / "a.jsonl", rows), columns=names)] == [
+        *[(system, ask)] * 3,
+        (ask,),
+    ]
+    path = jsonl(tmp_path / "a.jsonl", [{**record, "system": "Add.", "system_prompt": "Think."}])
+    with pytest.raises(DataError, match=r"a\.jsonl:1: column 'system' has a text \('Add\.'\)"):
+        load(path, columns=names)
 
 
 @pytest.mark.parametrize("columns", [{"messages": "m"}, {"problem": "p"}])
