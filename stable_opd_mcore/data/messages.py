@@ -269,14 +269,16 @@ def _calls(value: object, place: str) -> list[Mapping[str, Any]]:
                 f"{place}: tool call {call!r:.80}; write {{function: {{name: ..., arguments: "
                 "...}}, the arguments as an object or its JSON text"
             )
-        own = {key: each for key, each in call.items() if each is not None}
-        function = {**call["function"], "arguments": without_nulls(read[1])}
+        framed = call if "function" in call else {"function": call}
+        own = {key: each for key, each in framed.items() if each is not None}
+        function = {**framed["function"], "arguments": without_nulls(read[1])}
         calls.append({**own, "function": function})
     return calls
 
 
 def name_and_arguments(call: Any) -> tuple[str, dict[str, Any]] | None:
-    """Of a call in OpenAI's form, whose arguments may be JSON text; None: it has another form.
+    """Of a call in OpenAI's form, or of its function without this frame; the arguments may be JSON
+    text. None: it has another form.
 
     Raises:
         RecursionError: the JSON text is nested too deep.
@@ -284,7 +286,8 @@ def name_and_arguments(call: Any) -> tuple[str, dict[str, Any]] | None:
     name: Any
     arguments: Any
     try:
-        name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
+        function = call.get("function", call)
+        name, arguments = function["name"], function.get("arguments") or {}
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (TypeError, KeyError, AttributeError, ValueError):
         return None

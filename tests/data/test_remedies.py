@@ -85,7 +85,7 @@ CASES = [  # columns, the row, words of its remedy, and for each remedy the colu
     ),
     (
         TALK,
-        talk(ASK, {**SAY, "tool_calls": [{"name": "add", "arguments": "{}"}]}),
+        talk(ASK, {**SAY, "tool_calls": [{"name": "add", "arguments": "{"}]}),
         r"write \{function: \{name: ..., arguments: ...\}\}",
         [(TALK, talk(ASK, {**SAY, "tool_calls": [ADD]}))],
     ),
