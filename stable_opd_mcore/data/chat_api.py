@@ -16,6 +16,7 @@ from stable_opd_mcore.data.messages import THOUGHT, Message
 from stable_opd_mcore.data.tool_schemas import Tool
 
 FinishReason = Literal["stop", "tool_calls", "length"]
+_SORTED = json.JSONEncoder(sort_keys=True)
 
 
 class RequestError(Exception):
@@ -125,16 +126,15 @@ def same_message(a: Message, b: Message) -> bool:
 
 def message_key(message: Message) -> tuple[str, str, str]:
     """What `same_message` compares."""
-    calls = [
-        (call["function"]["name"], call["function"]["arguments"])
-        for call in cast("Sequence[Mapping[str, Any]]", message.get("tool_calls") or ())
-    ]
-    return message["role"], (message.get("content") or "").strip(), canonical_json(calls)
+    calls = cast("Sequence[Mapping[str, Any]]", message.get("tool_calls") or ())
+    named = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    said = (message.get("content") or "").strip()
+    return message["role"], said, canonical_json(named) if named else ""
 
 
 def canonical_json(value: Any) -> str:
     """One text for all spellings of a JSON value; JavaScript writes 1.0 as 1."""
-    return json.dumps(_plain(value), sort_keys=True)
+    return _SORTED.encode(_plain(value))
 
 
 def _plain(value: Any) -> Any:

@@ -135,16 +135,17 @@ class Histories:
 
         tools: None: those of any context.
         """
-        found: list[tuple[int, bool, _Match]] = []
+        found: list[tuple[int, bool, int, _Match]] = []
         for number, context in enumerate(self._contexts):
             if tools is not None and context.tools != tools:
                 continue
-            for end in context.ends:
-                count = end.num_messages
-                if count < len(keys) and context.keys[:count] == keys[:count]:
-                    is_last = end is context.ends[-1]
-                    found.append((count, is_last, _Match(number, end, is_last)))
-        return max(found, key=lambda each: (*each[:2], each[2].number))[2] if found else None
+            most = min(_num_same(keys, context.keys), len(keys) - 1)
+            ends = [end for end in context.ends if end.num_messages <= most]
+            if ends:
+                is_last = len(ends) == len(context.ends)
+                match = _Match(number, ends[-1], is_last)
+                found.append((ends[-1].num_messages, is_last, number, match))
+        return max(found)[3] if found else None
 
     def _appended(self, request: ChatRequest, match: _Match) -> Observed:
         """The new messages after a turn. Raises DataError where they cannot follow it."""
@@ -214,8 +215,7 @@ class Histories:
         context with the longest same beginning has another turn, or the first that equals one."""
         edited: list[int] = []
         for context in self._contexts:
-            both = zip(keys, context.keys, strict=False)
-            same = next((n for n, (a, b) in enumerate(both) if a != b), len(keys))
+            same = _num_same(keys, context.keys)
             are_turns = [each[same : same + 1] for each in (request.messages, context.messages)]
             if all(each and each[0]["role"] == "assistant" for each in are_turns):
                 edited.append(same)
@@ -225,6 +225,12 @@ class Histories:
             context.keys[end.num_messages - 1] for context in self._contexts for end in context.ends
         }
         return next((place for place, key in enumerate(keys) if key in turns), None)
+
+
+def _num_same(a: Sequence[_Key], b: Sequence[_Key]) -> int:
+    """The number of messages with which both begin."""
+    both = enumerate(zip(a, b, strict=False))
+    return next((place for place, (one, other) in both if one != other), min(len(a), len(b)))
 
 
 _REASONS = {
