@@ -26,6 +26,7 @@ FREE = (
     "teacher.urls",
     "teacher.routes",
     "teacher.api_key_file",
+    "teacher.verify",
     "rollout.save",
     "rollout.sglang",
     "train.steps",

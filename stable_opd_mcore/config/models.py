@@ -128,6 +128,11 @@ class TeacherConfig(ModelConfig):
     the last colon) to the addresses of that teacher's replicas."""
     api_key_file: str | None = None
     """File with the servers' API key; `null`: the servers have none."""
+    verify: Literal["refuse", "warn", "skip"] = "refuse"
+    """With `engine: sglang`, `urls`, and weights in `path`: the scores of a few prompts by the
+    servers are compared at the start with those that these weights give, computed on the CPUs of
+    the first machine. `refuse` and `warn`: what follows from a difference. `skip`: nothing is
+    compared."""
     models: dict[str, ModelConfig] = Field(default={})
     """With `engine: megatron`: more teachers, of the sources that name them in
     `data.train[].teacher`; this section's own model teaches the others. All wait in host memory and
@@ -205,6 +210,12 @@ class TeacherConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _served(self) -> Self:
+        if self.verify != "refuse" and not (self.urls and self.path):
+            raise ValueError(
+                f"teacher.verify={self.verify} with teacher.urls={list(self.urls)} and "
+                f"teacher.path={self.path}: only servers are compared, with weights in path; drop "
+                "it, or set both"
+            )
         if self.is_served and (self.window or self.rope_theta):
             raise ValueError(
                 "teacher.window or teacher.rope_theta with teacher.engine=sglang: only a teacher "

@@ -6,7 +6,7 @@ Exact in both directions; padded vocabulary rows are zero when filled and are ne
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -166,13 +166,19 @@ def described_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor
 
 
 def fill_weights(
-    chunks: Sequence[Module], source: Callable[[str, tuple[slice, ...]], Tensor]
+    chunks: Sequence[Module],
+    source: Callable[[str, tuple[slice, ...]], Tensor],
+    only: Iterable[Tensor] | None = None,
 ) -> None:
-    """Fill this rank's weights from `source`: an HF tensor's name and part -> its values."""
+    """Fill this rank's weights, or `only` these of them, from `source`: an HF tensor's name and
+    part -> its values."""
     group = unwrap(chunks[0]).pg_collection.tp
     architecture = architecture_of(chunks)
     rank, size = group.rank(), group.size()
+    wanted = None if only is None else set(map(id, only))
     for _, weight, entry in described_parameters(chunks):
+        if wanted is not None and id(weight) not in wanted:
+            continue
         parts = [source(name, part) for name, part in own_parts(entry, architecture, rank, size)]
         weight.copy_(join_parts(parts, entry.layout, architecture, size))
 

@@ -207,6 +207,22 @@ class ServedTeacher:
         self.idle = IdleClock(self._urls)  # a test does not belong to a step
         return largest
 
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """The log-probabilities [L - 1] of each sequence's tokens after the first, by the first
+        replica of a teacher of all sources. Raises TeacherLost."""
+        requests = [Scoring(tuple(ids), 1, self.vocab_size) for ids in sequences]
+        clients = self._clients[_ANY][:1]
+        found = self.wait([self._submit(_ANY, clients, request) for request in requests])
+        self.idle = IdleClock(self._urls)  # a test does not belong to a step
+        if any(scores is None for scores in found):
+            raise TeacherLost(str(self.lost))
+        return [scores.logprobs_L for scores in found if scores is not None]
+
+    @property
+    def first_replica(self) -> SglangClient:
+        """Of a teacher of all sources."""
+        return self._clients[_ANY][0]
+
     def _require_within_vocabulary(self, url: str, scores: SequenceScores) -> None:
         probabilities_LK = np.exp(scores.top_logprobs_LK.astype(np.float32))
         beyond_LK = np.where(scores.top_ids_LK >= self.vocab_size, probabilities_LK, 0.0)

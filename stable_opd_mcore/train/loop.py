@@ -57,6 +57,7 @@ from stable_opd_mcore.train.persistence.rollout_writer import write_step
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.persistence.stored_models import mark_trained
 from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.same_teacher import compare_with_files
 from stable_opd_mcore.train.samples.token_values import write_token_values
 from stable_opd_mcore.train.setup import build_run
 from stable_opd_mcore.train.step import train_step
@@ -158,6 +159,7 @@ def _train_directory(inputs: RunInputs, session: Session) -> None:
             stack.callback(run.served_teacher.close)
         stack.callback(run.engine.close)
         stack.enter_context(run.grader)
+        compare_with_files(run, terminal.say, session.watchdog.progress)
         first_row = state.step + 1 if state.step else 0  # row 0: the evaluation before training
         sinks = MetricSinks(files.path, config, first_row) if is_first_rank else None
         if sinks is not None:

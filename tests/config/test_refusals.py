@@ -172,6 +172,12 @@ SERVED = "teacher.engine=sglang teacher.urls=[http://a:1]"
             "rollout.routing_replay=false | rollout.partial=false",
         ),
         (
+            "teacher.path=a teacher.verify=skip",
+            "teacher.verify=skip with teacher.urls=.*only servers are compared",
+            "-teacher.verify | teacher.engine=sglang teacher.urls=[http://a:1] "
+            "fault.watchdog_minutes=60",
+        ),
+        (
             "rollout.engine=replay",
             "replay needs the directory of a run",
             "rollout.replay_from=a | -rollout.engine",

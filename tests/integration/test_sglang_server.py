@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +17,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from stable_opd_mcore.config.schema import TeacherConfig
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.packing import pack
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.files.huggingface import export_hf
 from stable_opd_mcore.models.gpt import build_model
@@ -57,6 +59,7 @@ from tests.integration.sglang_tools import (
     wait_until,
 )
 from tests.shares import sample_of, weights_of
+from tests.train.test_same_teacher import compare
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
 FIELDS = architecture("qwen3", tied=False, head_dim=16)
@@ -233,6 +236,7 @@ def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path)
         f"rollout.sglang.api_key_file={key_file}",
     )
     self_tests, num_prompts = 2, 16
+    compared = 4 + 32  # prompts and pairs of tokens, which the files score too
     sampled_prompts, asked, scored = itertools.count(), [], []
 
     def hold_back_the_first(body: bytes) -> bytes:
@@ -257,10 +261,11 @@ def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path)
             *external(sampling),
             "teacher.engine=sglang",
             f"teacher.urls=[{scoring}]",
+            f"teacher.path={server.options.model}",
             f"teacher.api_key_file={key_file}",
         )
     sampled = [r for step in (1, 2) for r in rollouts(served, step)]
-    assert asked.count("/generate") == self_tests + len(sampled)
+    assert asked.count("/generate") == self_tests + compared + len(sampled)
     own = train(
         tmp_path,
         "own",
@@ -274,6 +279,34 @@ def test_a_run_with_a_served_teacher_learns_the_same(server, key_file, tmp_path)
             assert math.isclose(ours[name], theirs[name], rel_tol=1e-4), name
         assert 0 < theirs["perf/teacher_waited"] < 1
         assert not {"perf/teacher_waited", "perf/servers_waited"} & ours.keys()
+
+
+def test_a_server_of_another_teacher_is_refused(server, world, key_file, tmp_path):
+    """One has another rotary base in its config.json, one a coarser type, one other weights."""
+    path = Path(server.options.model)
+    turned, changed = tmp_path / "turned", tmp_path / "changed"
+    for directory in (turned, changed):
+        shutil.copytree(path, directory)
+    config = json.loads((path / "config.json").read_text())
+    (turned / "config.json").write_text(json.dumps(config | {"rope_theta": 50.0}))
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"] *= 2
+    save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+    others = [
+        SglangServer(replace(server.options, **options), tmp_path / f"{name}.log")
+        for name, options in (("turned", {"model": str(turned)}), ("bf16", {"dtype": "bfloat16"}))
+    ]
+
+    def refusal(at: SglangServer, directory: Path) -> str:
+        with pytest.raises(UserError, match="the servers are not this teacher") as error:
+            compare(world, tmp_path, at.url, path=str(directory), api_key_file=key_file)
+        return str(error.value)
+
+    with started(*others):
+        of_turned, of_bf16 = (refusal(each, path) for each in others)
+    assert f"rope_theta: 50.0 in {turned}, 10000.0 in {path}; where one token" in of_turned
+    assert "dtype: bfloat16 in the server, float32 in the files; tensors: all are equal" in of_bf16
+    assert "e.g. model.layers.1.mlp.down_proj.weight" in refusal(server, changed)
 
 
 def _tokenizer_of_all_rows(directory: Path) -> Path:

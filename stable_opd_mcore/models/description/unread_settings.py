@@ -30,7 +30,7 @@ _READ_OF_DEEPSEEKS_EXPERTS = {
 }  # fmt: skip
 # Keys that change no logit of a text. They are about files, generation, training and outputs in
 # transformers, images, multi-token prediction, or a server's state.
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
     "_name_or_path", "architectures", "bos_token_id", "eos_token_id", "pad_token_id",
     "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp",
     "router_aux_loss_coef", "output_router_logits", "return_dict", "output_attentions",
@@ -88,7 +88,7 @@ def unread_settings(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of a readable config.json that may ask for something that is not computed here, and
     their values. null asks for nothing; false may switch off what is on here."""
     family, settings = FAMILIES[fields["model_type"]], decoder_settings(fields)
-    known = {*_WITHOUT_EFFECT, *family.supported, *read_keys(family)}
+    known = {*WITHOUT_EFFECT, *family.supported, *read_keys(family)}
     if fields["model_type"] != "llama" or settings.get("use_sliding_window") is not None:
         known |= _WINDOWS
     found = {
