@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from stable_opd_mcore.evaluation.grading import Grader
 from stable_opd_mcore.evaluation.results import (
     SAMPLES_PER_PART,
     evaluation_sampling,
@@ -15,11 +16,15 @@ from stable_opd_mcore.evaluation.results import (
 )
 from stable_opd_mcore.metrics import Max, Metrics, reduce_over_ranks
 from stable_opd_mcore.parallel.world import World, object_group
-from stable_opd_mcore.records import Prompt, Sampling
+from stable_opd_mcore.records import Prompt, Rollout, Sampling
+from stable_opd_mcore.rollout.engine import RolloutEngine
+from stable_opd_mcore.rollout.interaction import with_seeds
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.samples.collecting import measured, own_share, sample_held_out
+from stable_opd_mcore.train.samples.collecting import graded, own_share
+from stable_opd_mcore.train.samples.failed_episodes import refuse_failed
+from stable_opd_mcore.train.step_metrics import measured
 
 
 def evaluate_student(run: Run, state: TrainState) -> Metrics:
@@ -56,3 +61,18 @@ def parts_of(world: World, prompts: Sequence[Prompt], sampling: Sampling) -> lis
     size = max(1, SAMPLES_PER_PART // sampling.num_samples)
     starts = range(0, len(prompts), size)
     return [own_share(world, prompts[start : start + size]) for start in starts]
+
+
+def sample_held_out(
+    engine: RolloutEngine,
+    grader: Grader,
+    world: World,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+) -> list[Rollout]:
+    """Graded rollouts of this rank's share of a part."""
+    rollouts = engine.generate(prompts, sampling, step=0)
+    rollouts = graded(grader, world, prompts, rollouts, by_source=False)
+    if engine.interaction is not None and engine.interaction.environments:
+        refuse_failed(engine, rollouts, held_out=True)
+    return with_seeds(rollouts, sampling, 0)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from stable_opd_mcore.data.environment_names import turns_by_environment
 from stable_opd_mcore.data.golden_prefix import prefix_metrics
-from stable_opd_mcore.data.responses import version_metrics
+from stable_opd_mcore.data.responses import rollout_metrics, version_metrics
 from stable_opd_mcore.losses.token_weights import by_episode
 from stable_opd_mcore.metrics import Metrics, Same, reduce_over_ranks
 from stable_opd_mcore.monitoring.health import sample_metrics
@@ -16,7 +17,6 @@ from stable_opd_mcore.parallel.world import World, object_group
 from stable_opd_mcore.records import MicroBatch, Rollout
 from stable_opd_mcore.sample_facts import SampleFacts
 from stable_opd_mcore.train.run import Run
-from stable_opd_mcore.train.samples.collecting import measured
 from stable_opd_mcore.train.samples.overlap import overlap_is_due, overlap_metrics
 from stable_opd_mcore.train.samples.sharing import Minibatch
 from stable_opd_mcore.train.samples.source_metrics import source_metrics
@@ -49,6 +49,16 @@ def step_metrics(
         }
         metrics = metrics | Metrics({key: Same(value) for key, value in settings.items()})
     return metrics | reduce_over_ranks(own, object_group(dist.group.WORLD))
+
+
+def measured(
+    run: Run, rollouts: Sequence[Rollout], max_new_tokens: int, area: str = "rollout"
+) -> Metrics:
+    """`<area>/*` of this data-parallel rank's rollouts; one rank of each replica has them."""
+    if dist.get_rank(run.world.model_group):
+        return Metrics()
+    turns = turns_by_environment(run.config)
+    return rollout_metrics(rollouts, max_new_tokens, area, turns)
 
 
 def compare_models(

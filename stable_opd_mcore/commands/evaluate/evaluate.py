@@ -52,14 +52,13 @@ from stable_opd_mcore.parallel.world import World, on_first_rank, stop_world
 from stable_opd_mcore.records import Prompt, Sampling
 from stable_opd_mcore.rollout.build_engine import evaluation_engine
 from stable_opd_mcore.rollout.engine import RolloutEngine
-from stable_opd_mcore.train.held_out import parts_of
+from stable_opd_mcore.train.held_out import parts_of, sample_held_out
 from stable_opd_mcore.train.oversight.signals import Stopped, StopSignals, write_outcome
 from stable_opd_mcore.train.persistence.checkpoint import merge_factors
 from stable_opd_mcore.train.persistence.resolved_configs import take_directory
 from stable_opd_mcore.train.persistence.rollout_writer import write_together
 from stable_opd_mcore.train.persistence.stored_models import StoredModel
 from stable_opd_mcore.train.run_models import load_model
-from stable_opd_mcore.train.samples.collecting import sample_held_out
 from stable_opd_mcore.train.setup import start_configured_world
 
 _DECIDE_EPISODES = {"function", "max_turns", "history", "max_observation_tokens"}

@@ -1,7 +1,8 @@
 """Collect the samples of a step on one rank: rollouts of its prompts, graded, and golden solutions.
 
 A step trains on the next `rollout.prompts_per_step` slots of the data order, counted over the run.
-The data-parallel ranks take slots in turn.
+The data-parallel ranks take slots in turn. The functions below come in the order in which
+`collect_samples` calls them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from stable_opd_mcore.data.environment_names import turns_by_environment
 from stable_opd_mcore.data.golden_prefix import with_prefix
-from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.data.samples import (
     golden_samples,
     mark_off_policy,
@@ -25,16 +24,13 @@ from stable_opd_mcore.data.samples import (
 )
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.evaluation.grading import Grader
-from stable_opd_mcore.inputs.restarts import restart_problem
-from stable_opd_mcore.losses.objectives import Objective
-from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import World, broadcast_object, gather_objects
-from stable_opd_mcore.records import Prompt, Rollout, Sample, Sampling
-from stable_opd_mcore.rollout.engine import RolloutEngine
+from stable_opd_mcore.records import Prompt, Rollout, Sample
 from stable_opd_mcore.rollout.interaction import with_seeds
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.samples.failed_episodes import refuse_episodes
 from stable_opd_mcore.train.samples.served_scores import begin_scoring
 
 Item = TypeVar("Item")
@@ -48,56 +44,13 @@ def collect_samples(
     """
     prefetch_rollouts(run, state)
     prompts = own_prompts(run, state)
-    solutions = golden_samples([each for each in prompts if _objective(run, each).needs_golden])
-    golden = mark_samples(run, solutions, state)
+    golden = samples_of_golden(run, prompts, state)
     wait_for_golden = begin_scoring(run, golden, state.step)  # while the engine samples
-    rollouts = with_teacher_prompts(run, sample_rollouts(run, prompts, state.step, timer))
-    masks = [each.masks for each in run.config.objectives]
-    max_new_tokens = run.sampling.max_new_tokens
-    of_rollouts = without_teacher_terms(run, rollout_samples(rollouts, masks, max_new_tokens))
-    samples = mark_samples(run, of_rollouts, state)
+    rollouts = sample_rollouts(run, prompts, state.step, timer)
+    rollouts = with_teacher_prompts(run, rollouts)
+    samples = samples_of_rollouts(run, rollouts, state)
     wait_for_rollouts = begin_scoring(run, samples, state.step)
     return rollouts, wait_for_rollouts() + wait_for_golden()
-
-
-def own_share(world: World, items: Sequence[Item]) -> Sequence[Item]:
-    """This data-parallel rank's part of one item per prompt: every n-th."""
-    return items[world.data_rank :: world.data_size]
-
-
-def own_prompts(run: Run, state: TrainState, ahead: int = 0) -> list[Prompt]:
-    """This data-parallel rank's prompts of the step after `state`, or of one `ahead` of it."""
-    size = run.config.rollout.prompts_per_step
-    first = state.cursor + ahead * size
-    slots = own_share(run.world, range(first, first + size))
-    rows = own_share(run.world, run.order.indices(first, size))
-    prompts = run.prompts.select(rows)
-    return [replace(prompt, slot=slot) for prompt, slot in zip(prompts, slots, strict=True)]
-
-
-def prompts_to_sample(run: Run, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
-    """Those that rollouts are sampled for, with the turns that begin them (rollout.prefix)."""
-    config, most = run.config, run.config.longest_turn
-    windows = [run.prompts.window]
-    if run.prompts.teacher is not None and run.prompts.teacher.window is not None:
-        windows.append(run.prompts.teacher.window)
-    return [
-        with_prefix(
-            prompt,
-            config.rollout.prefix,
-            step=step,
-            seed=config.train.seed,
-            room=min(windows)
-            - max(len(prompt.token_ids), len(prompt.teacher_token_ids or ()))
-            - (prompt.max_new_tokens or most),
-        )
-        for prompt in prompts
-        if prompt.use.is_sampled
-    ]
-
-
-def _objective(run: Run, prompt: Prompt) -> Objective:
-    return run.objective.each[prompt.use.objective]
 
 
 def prefetch_rollouts(run: Run, state: TrainState) -> None:
@@ -119,6 +72,37 @@ def prefetch_rollouts(run: Run, state: TrainState) -> None:
         )
 
 
+def own_share(world: World, items: Sequence[Item]) -> Sequence[Item]:
+    """This data-parallel rank's part of one item per prompt: every n-th."""
+    return items[world.data_rank :: world.data_size]
+
+
+def own_prompts(run: Run, state: TrainState, ahead: int = 0) -> list[Prompt]:
+    """This data-parallel rank's prompts of the step after `state`, or of one `ahead` of it."""
+    size = run.config.rollout.prompts_per_step
+    first = state.cursor + ahead * size
+    slots = own_share(run.world, range(first, first + size))
+    rows = own_share(run.world, run.order.indices(first, size))
+    prompts = run.prompts.select(rows)
+    return [replace(prompt, slot=slot) for prompt, slot in zip(prompts, slots, strict=True)]
+
+
+def samples_of_golden(run: Run, prompts: Sequence[Prompt], state: TrainState) -> list[Sample]:
+    """The golden solutions of those prompts whose objective trains on them."""
+    each = run.objective.each
+    trained = [prompt for prompt in prompts if each[prompt.use.objective].needs_golden]
+    return mark_samples(run, golden_samples(trained), state)
+
+
+def mark_samples(run: Run, samples: list[Sample], state: TrainState) -> list[Sample]:
+    """The samples, those of some prompts marked as off-policy (gkd)."""
+    fraction = run.config.objectives[0].on_policy_fraction  # of several each has 1
+    if fraction == 1:
+        return samples
+    count, seed = run.config.rollout.prompts_per_step, run.config.train.seed
+    return mark_off_policy(samples, off_policy_slots(state.cursor, count, fraction, seed))
+
+
 def sample_rollouts(
     run: Run, prompts: Sequence[Prompt], step: int, timer: PhaseTimer
 ) -> list[Rollout]:
@@ -135,9 +119,48 @@ def sample_rollouts(
     return rollouts
 
 
+def prompts_to_sample(run: Run, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
+    """Those that rollouts are sampled for, with the turns that begin them (rollout.prefix)."""
+    config, windows = run.config, [run.prompts.window]
+    if run.prompts.teacher is not None and run.prompts.teacher.window is not None:
+        windows.append(run.prompts.teacher.window)
+
+    def room(prompt: Prompt) -> int:
+        longest = max(len(prompt.token_ids), len(prompt.teacher_token_ids or ()))
+        return min(windows) - longest - (prompt.max_new_tokens or config.longest_turn)
+
+    settings, seed = config.rollout.prefix, config.train.seed
+    return [
+        with_prefix(prompt, settings, step=step, seed=seed, room=room(prompt))
+        for prompt in prompts
+        if prompt.use.is_sampled
+    ]
+
+
+def graded(
+    grader: Grader,
+    world: World,
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollout],
+    by_source: bool = True,
+) -> list[Rollout]:
+    """This data-parallel rank's rollouts with rewards. Collective over the replica's ranks."""
+    own = {prompt.prompt_id: prompt for prompt in prompts}  # a stored rollout's lacks fields
+    rollouts = [replace(rollout, prompt=own[rollout.prompt.prompt_id]) for rollout in rollouts]
+    # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
+    if dist.get_rank(world.model_group) == 0:
+        rollouts = grader.grade_rollouts(rollouts, by_source)
+    judged = [(each.reward, each.grading_failure, each.feedback) for each in rollouts]
+    verdicts = broadcast_object(judged, world.model_group)
+    return [
+        replace(rollout, reward=reward, grading_failure=failure, feedback=feedback)
+        for rollout, (reward, failure, feedback) in zip(rollouts, verdicts, strict=True)
+    ]
+
+
 def with_teacher_prompts(run: Run, rollouts: list[Rollout]) -> list[Rollout]:
-    """The rollouts, each with the prompt that `teacher.prompt.function` makes of it; no teacher
-    scores one for which it makes none. Collective.
+    """The rollouts, each with the prompt that `teacher.prompt.function` makes of it for the
+    teacher. A rollout for which it makes none is not scored by a teacher. Collective.
 
     Raises:
         UserError: on all ranks, if it fails for more than half of a step's rollouts.
@@ -166,102 +189,17 @@ def _with_teacher_prompt(prompt: Prompt, token_ids: tuple[int, ...] | None) -> P
     return replace(prompt, teacher_token_ids=token_ids, use=use)
 
 
-def without_teacher_terms(run: Run, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples, in which nothing is trained where no teacher scores a rollout, and its objective
-    has no policy term without one. The KL to the reference stays, as with other masks."""
-    return [
+def samples_of_rollouts(run: Run, rollouts: Sequence[Rollout], state: TrainState) -> list[Sample]:
+    """One sample for each context, with the token masks of its objective.
+
+    Where no teacher scores a rollout, and its objective has no policy term without one, no token of
+    it is trained. The KL to the reference stays, as with other masks.
+    """
+    masks = [each.masks for each in run.config.objectives]
+    samples = [
         sample
         if sample.is_taught or run.objective.each[sample.objective].trains_untaught
         else replace(sample, trained=np.zeros_like(sample.trained))
-        for sample in samples
+        for sample in rollout_samples(rollouts, masks, run.sampling.max_new_tokens)
     ]
-
-
-def refuse_episodes(run: Run, rollouts: Sequence[Rollout]) -> None:
-    """End a run on all ranks if more than half of a step's episodes failed in their environment, a
-    chat template cannot write a message, or an episode has several contexts where a setting assumes
-    one. Collective.
-    """
-    if not run.config.has_environment:
-        return
-    _refuse(run.engine, rollouts, restart_problem(run.config, rollouts))
-
-
-def _refuse(
-    engine: RolloutEngine,
-    rollouts: Sequence[Rollout],
-    problem: str | None = None,
-    held_out: bool = False,
-) -> None:
-    """Raise a UserError on all ranks if more than half of the episodes failed in their environment,
-    or one of them has a problem. Collective."""
-    played = [each for each in rollouts if each.prompt.environment is not None]
-    rows = [each.prompt.prompt_id for each in played if each.grading_failure is not None]
-    own = len(played), rows, engine.first_failure, engine.refusal or problem
-    counts, failed, reasons, problems = zip(*gather_objects(own), strict=True)
-    rows = [row for each in failed for row in each]
-    if len(rows) > sum(counts) / 2:
-        reason = next((each for each in reasons if each), "see the log")
-        which = " of held-out rows, which the environment plays too," if held_out else ""
-        remedy = ", give these rows the columns that it reads, or set data.eval=null"
-        raise UserError(
-            f"{len(rows)} of {sum(counts)} episodes{which} failed in their environment, that of "
-            f"row {rows[0]} among them; the first one: {reason}; correct it"
-            f"{remedy if held_out else ''}, and start the command again"
-        )
-    for found in filter(None, problems):
-        raise UserError(found)
-
-
-def sample_held_out(
-    engine: RolloutEngine,
-    grader: Grader,
-    world: World,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-) -> list[Rollout]:
-    rollouts = engine.generate(prompts, sampling, step=0)
-    rollouts = graded(grader, world, prompts, rollouts, by_source=False)
-    if engine.interaction is not None and engine.interaction.environments:
-        _refuse(engine, rollouts, held_out=True)
-    return with_seeds(rollouts, sampling, 0)
-
-
-def graded(
-    grader: Grader,
-    world: World,
-    prompts: Sequence[Prompt],
-    rollouts: Sequence[Rollout],
-    by_source: bool = True,
-) -> list[Rollout]:
-    """This data-parallel rank's rollouts with rewards. Collective over the replica's ranks."""
-    own = {prompt.prompt_id: prompt for prompt in prompts}  # a stored rollout's lacks fields
-    rollouts = [replace(rollout, prompt=own[rollout.prompt.prompt_id]) for rollout in rollouts]
-    # Grade on one rank and broadcast, so that a timeout cannot give ranks different rewards.
-    if dist.get_rank(world.model_group) == 0:
-        rollouts = grader.grade_rollouts(rollouts, by_source)
-    judged = [(each.reward, each.grading_failure, each.feedback) for each in rollouts]
-    verdicts = broadcast_object(judged, world.model_group)
-    return [
-        replace(rollout, reward=reward, grading_failure=failure, feedback=feedback)
-        for rollout, (reward, failure, feedback) in zip(rollouts, verdicts, strict=True)
-    ]
-
-
-def mark_samples(run: Run, samples: list[Sample], state: TrainState) -> list[Sample]:
-    """The samples, those of some prompts marked as off-policy (gkd)."""
-    fraction = run.config.objectives[0].on_policy_fraction  # of several each has 1
-    if fraction == 1:
-        return samples
-    count, seed = run.config.rollout.prompts_per_step, run.config.train.seed
-    return mark_off_policy(samples, off_policy_slots(state.cursor, count, fraction, seed))
-
-
-def measured(
-    run: Run, rollouts: Sequence[Rollout], max_new_tokens: int, area: str = "rollout"
-) -> Metrics:
-    """`<area>/*` of this data-parallel rank's rollouts; one rank of each replica has them."""
-    if dist.get_rank(run.world.model_group):
-        return Metrics()
-    turns = turns_by_environment(run.config)
-    return rollout_metrics(rollouts, max_new_tokens, area, turns)
+    return mark_samples(run, samples, state)

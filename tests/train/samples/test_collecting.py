@@ -17,8 +17,10 @@ from stable_opd_mcore.inputs.restarts import restart_problem
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.records import Prompt, Rollout, Turn
+from stable_opd_mcore.train.held_out import sample_held_out
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.samples import collecting
+from stable_opd_mcore.train.samples.failed_episodes import refuse_episodes
 from tests.losses.cases import make_config
 from tests.parallel.launch import run_ranks
 from tests.train.engine_recorder import Recorder
@@ -127,7 +129,7 @@ def sample_on_two_ranks(rank: int, _world_size: int, directory: Path) -> None:
         share = collecting.own_share(world, "abc")
         assert share == ("abc" if tensor == 2 else "ac" if rank == 0 else "b")
         prompts = [Prompt(name, "", ()) for name in share]
-        rollouts = collecting.sample_held_out(Answers(rank), Grades(rank), world, prompts, sampling)
+        rollouts = sample_held_out(Answers(rank), Grades(rank), world, prompts, sampling)
         assert [(r.prompt.prompt_id, r.sample_index) for r in rollouts] == [
             (name, k) for name in share for k in range(2)
         ]
@@ -152,11 +154,11 @@ def refuse_on_every_rank(rank: int, directory: Path) -> None:
     failing = [replace(played, grading_failure="error")] * 2 * rank
     for own, said in (([replace(played, turns=turns)], "begins a new"), (failing, "one: boom")):
         with pytest.raises(UserError, match=said):
-            collecting.refuse_episodes(run, own)
-    collecting.refuse_episodes(run, [played])
+            refuse_episodes(run, own)
+    refuse_episodes(run, [played])
     engine.refusal = "no tools" if rank else None
     with pytest.raises(UserError, match="no tools"):
-        collecting.refuse_episodes(run, [played])
+        refuse_episodes(run, [played])
     engine.interaction = SimpleNamespace(environments={"": config.environment})
     engine.generate = lambda *_, step: []
     world = start_world(config.parallel, 0)
@@ -170,7 +172,7 @@ def refuse_on_every_rank(rank: int, directory: Path) -> None:
         engine.refusal = refusal
         engine.generate = lambda *_, step, f=failure: [replace(played, grading_failure=f)]
         with pytest.raises(UserError, match=message):
-            collecting.sample_held_out(engine, grades, world, prompts, sampling)
+            sample_held_out(engine, grades, world, prompts, sampling)
     stop_world()
 
 
@@ -190,7 +192,7 @@ def test_a_source_s_reward_judges_no_held_out_problem_of_a_file_of_the_same_name
             grader, run.world, trained, engine.generate(trained, once, step=0)
         )
         assert rollout.reward == 0.25
-        (held_out,) = collecting.sample_held_out(engine, grader, run.world, [prompt], once)
+        (held_out,) = sample_held_out(engine, grader, run.world, [prompt], once)
         assert (held_out.reward, held_out.grading_failure) == (1.0, None)
 
 

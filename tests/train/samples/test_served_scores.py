@@ -19,6 +19,7 @@ from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.serving.process import free_port
 from stable_opd_mcore.serving.requests import Completion, Generation
 from stable_opd_mcore.serving.teacher import TeacherLost
+from stable_opd_mcore.train.held_out import sample_held_out
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.samples import collecting
 from stable_opd_mcore.train.samples.served_scores import begin_scoring
@@ -95,7 +96,7 @@ def test_a_served_teacher_is_asked_before_the_last_response_ends(run, tmp_path):
 
         del asked[:]
         held_out = replace(sampling, scored=False)
-        collecting.sample_held_out(engine, run.grader, run.world, prompts, held_out)
+        sample_held_out(engine, run.grader, run.world, prompts, held_out)
         assert asked == []
     engine.close()
     teacher.close()
