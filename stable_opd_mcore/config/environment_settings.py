@@ -104,20 +104,21 @@ class EnvironmentConfig(Section):
             )
         return None
 
-    def require_one_context(self, key: str) -> None:
-        """Raise a ValueError if episodes may have several contexts, with which `key` is wrong."""
+    def several_contexts_refusal(self, key: str) -> str | None:
+        """Why episodes may have several contexts, with which `key` is wrong; None: one."""
         if self.is_agent:
-            raise ValueError(
+            return (
                 f"environment.function={self.function} with {key}: an agent may begin contexts of "
                 f"its own, and {key} needs episodes of one; write the function as a generator, "
                 f"without base_url, or drop {key}"
             )
         if self.history == "template":
-            raise ValueError(
+            return (
                 f"environment.history=template with {key}: where the chat template rewrites "
                 f"earlier turns a new context begins, and {key} needs episodes of one; set "
                 f"environment.history=append, or drop {key}"
             )
+        return None
 
     @model_validator(mode="after")
     def _usable(self) -> Self:

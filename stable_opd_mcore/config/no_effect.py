@@ -32,52 +32,13 @@ def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
     reasons = dict(unused)
     if config.is_supervised:
         reasons |= dict.fromkeys(_OF_ROLLOUTS, "objective.name=sft has no rollouts")
-    rollout = config.rollout
-    is_corrected = rollout.importance_correction != "none"
-    has_ratio = (
-        "train.minibatches > 1, or rollout.max_staleness > 0 without "
-        "rollout.importance_correction: the ratio is 1 otherwise",
-        config.train.minibatches > 1 or (rollout.max_staleness > 0 and not is_corrected),
-    )
-    data = config.data
-    rows_of = [*data.sources, *filter(None, [data.eval])]
-    has_problems = any(each.columns.messages is None for each in rows_of)
-    has_schedule = config.optimizer.schedule != "constant"
-    for key, needs, is_met in (
-        (
-            "objective.jsd_beta",
-            "objective.divergence=jsd",
-            any(each.divergence == "jsd" for each in config.objectives),
-        ),
-        (
-            "objective.name",
-            "a source without an objective of its own",
-            any(config.objective_of(each) == config.objective for each in data.sources),
-        ),
-        ("kl.estimator", "kl.beta > 0", config.largest_beta > 0),
-        ("reference.path", "kl.beta > 0", config.largest_beta > 0),
-        ("reference.update", "kl.beta > 0", config.largest_beta > 0),
-        ("fp8.reference", "kl.beta > 0", config.largest_beta > 0),
-        ("normaliser", "several sources in data.train", len(data.sources) > 1),
-        (
-            "data.prompt_template",
-            "a source without columns.messages, or evaluation.benchmarks",
-            has_problems or bool(config.evaluation.benchmarks),
-        ),
-        ("optimizer.min_lr", "optimizer.schedule=linear or cosine", has_schedule),
-        ("reference.every", "reference.update=every", config.reference.update == "every"),
-        ("reference.decay", "reference.update=ema", config.reference.update == "ema"),
-        ("rollout.importance_threshold", "rollout.importance_correction", is_corrected),
-        ("rollout.sglang.lora", "student.lora", config.student.lora is not None),
-        ("objective.clip", *has_ratio),
-        ("objective.advantage.policy", *has_ratio),
-    ):
+    for key, (needs, is_met) in _needs(config).items():
         if not is_met:
             reasons.setdefault(key, f"it needs {needs}")
     if config.environment.function is None:
         needs = "it needs environment.function"
         reasons |= {f"environment.{key}": needs for key in EnvironmentConfig.model_fields}
-    for number, source in enumerate(data.sources):
+    for number, source in enumerate(config.data.sources):
         own = source.environment
         if own is not None and own.function is None and own != EnvironmentConfig():
             given = ", ".join(own.model_dump(exclude_defaults=True))
@@ -91,6 +52,43 @@ def refuse_without_effect(config: Config, unused: Mapping[str, str]) -> None:
         value = _value(config, key)
         if value != _value(defaults, key):
             raise ConfigError(f"{key}={value} would have no effect: {reason}; drop it")
+
+
+def _needs(config: Config) -> dict[str, tuple[str, bool]]:
+    """What a setting needs to have an effect, and whether the run has it."""
+    data, rollout = config.data, config.rollout
+    is_corrected = rollout.importance_correction != "none"
+    has_ratio = (
+        "train.minibatches > 1, or rollout.max_staleness > 0 without "
+        "rollout.importance_correction: the ratio is 1 otherwise",
+        config.train.minibatches > 1 or (rollout.max_staleness > 0 and not is_corrected),
+    )
+    has_reference = "kl.beta > 0", config.largest_beta > 0
+    rows_of = [*data.sources, *filter(None, [data.eval])]
+    has_problems = any(each.columns.messages is None for each in rows_of)
+    has_schedule = config.optimizer.schedule != "constant"
+    has_jsd = any(each.divergence == "jsd" for each in config.objectives)
+    is_used = any(config.objective_of(each) == config.objective for each in data.sources)
+    return {
+        "objective.jsd_beta": ("objective.divergence=jsd", has_jsd),
+        "objective.name": ("a source without an objective of its own", is_used),
+        "kl.estimator": has_reference,
+        "reference.path": has_reference,
+        "reference.update": has_reference,
+        "fp8.reference": has_reference,
+        "normaliser": ("several sources in data.train", len(data.sources) > 1),
+        "data.prompt_template": (
+            "a source without columns.messages, or evaluation.benchmarks",
+            has_problems or bool(config.evaluation.benchmarks),
+        ),
+        "optimizer.min_lr": ("optimizer.schedule=linear or cosine", has_schedule),
+        "reference.every": ("reference.update=every", config.reference.update == "every"),
+        "reference.decay": ("reference.update=ema", config.reference.update == "ema"),
+        "rollout.importance_threshold": ("rollout.importance_correction", is_corrected),
+        "rollout.sglang.lora": ("student.lora", config.student.lora is not None),
+        "objective.clip": has_ratio,
+        "objective.advantage.policy": has_ratio,
+    }
 
 
 def refuse_unused_of_source(

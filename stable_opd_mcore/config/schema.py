@@ -1,7 +1,7 @@
 """Every setting of a run, in one frozen, typed tree. Loads without torch.
 
 One owner per value: the temperature is in `sampling`, the reference's weight in `kl.beta`, the stop
-ids of a model in its own section. Relations between settings are checked where both are known.
+ids of a model in its own section. What does not go together is refused in relations.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from stable_opd_mcore.config.data import DataConfig, RewardConfig, TrainSource
 from stable_opd_mcore.config.environment_settings import EnvironmentConfig
 from stable_opd_mcore.config.evaluation_settings import EvaluationConfig, MonitoringConfig
 from stable_opd_mcore.config.guard_settings import GuardConfig
-from stable_opd_mcore.config.lora_rules import lora_refusal
 from stable_opd_mcore.config.models import (
     ModelConfig,
     ReferenceConfig,
@@ -24,14 +23,11 @@ from stable_opd_mcore.config.models import (
     TokenizerConfig,
 )
 from stable_opd_mcore.config.objective_settings import KLConfig, MixtureConfig, ObjectiveConfig
-from stable_opd_mcore.config.prefix_settings import prefix_refusal
+from stable_opd_mcore.config.relations import relations_refusal
 from stable_opd_mcore.config.rollouts import RolloutConfig, SamplingConfig
 from stable_opd_mcore.config.section import Section
-from stable_opd_mcore.config.several_teachers import teachers_refusal
-from stable_opd_mcore.config.source_objectives import objectives_refusal, with_whole_objectives
+from stable_opd_mcore.config.source_objectives import with_whole_objectives
 from stable_opd_mcore.config.training import (
-    LARGEST_WATCHDOG_MINUTES,
-    LONGEST_WAIT_MINUTES,
     CheckpointConfig,
     ColdStartConfig,
     FaultConfig,
@@ -281,151 +277,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if self.student.path is None and self.student.architecture is None:
-            raise ValueError(
-                "neither student.path nor student.architecture is set; set path to a Hugging Face "
-                "directory, or architecture for random weights"
-            )
-        if self.tokenizer.path is None and self.student.path is None:
-            raise ValueError(
-                "neither tokenizer.path nor student.path names a tokenizer; set tokenizer.path"
-            )
-        self._require_teacher_fits()
-        self._require_lora_fits()
-        if "student" in (self.memory.offload or ()) and not self.is_colocated:
-            raise ValueError(
-                "memory.offload names `student`, which moves only while colocated servers sample: "
-                f"rollout.engine={self.rollout.engine}, rollout.sglang.placement="
-                f"{self.rollout.sglang.placement}; leave it out, or colocate SGLang servers"
-            )
-        if self.train.share_prefixes and self.parallel.context > 1:
-            raise ValueError(
-                f"train.share_prefixes=true with parallel.context={self.parallel.context}: ranks "
-                "that share the tokens of each sequence have no prefix in common; set one of the "
-                "two to its default"
-            )
-        self._require_waits_below_watchdog()
-        if reason := objectives_refusal(self):
+        if reason := relations_refusal(self):
             raise ValueError(reason)
-        self._require_sources_fit()
-        if reason := prefix_refusal(self):
-            raise ValueError(reason)
-        self._require_environments_fit()
-        self._require_guard_fits()
-        for key, weight, section in (
-            ("kl.beta", self.kl.beta, self.kl),
-            ("mixture.lambda", self.mixture.lambda_, self.mixture),
-        ):
-            if section.target is not None and not weight:
-                raise ValueError(
-                    f"{key.split('.')[0]}.target={section.target:g} with {key}=0: a target needs a "
-                    f"weight to start from; set {key} > 0"
-                )
         return self
-
-    def _require_sources_fit(self) -> None:
-        mixed = [
-            each for each in self.data.sources if self.objective_of(each).name != "sft"
-        ] or self.data.sources
-        if self.largest_lambda and not any(each.may_have_golden for each in mixed):
-            key = "mixture.lambda" if self.mixture.lambda_ else "guard.max_lambda"
-            raise ValueError(
-                f"{key} > 0 with no column of golden solutions in data.train: set "
-                f"data.train.columns.solution, or {key}=0"
-            )
-        if reason := teachers_refusal(self):
-            raise ValueError(reason)
-
-    def _require_environments_fit(self) -> None:
-        minutes = self.fault.watchdog_minutes or LARGEST_WATCHDOG_MINUTES
-        for source in self.data.sources:
-            environment = self.environment_of(source)
-            reward = source.reward if source.environment else source.reward or self.reward
-            if environment.function is None:
-                continue
-            if self.rollout.routing_replay and self.rollout.max_staleness:
-                raise ValueError(
-                    f"rollout.routing_replay=true with rollout.max_staleness="
-                    f"{self.rollout.max_staleness} and an environment: the weights change between "
-                    "turns, and the trainer replays the experts that the newest ones chose; set "
-                    "routing_replay to false or max_staleness to 0"
-                )
-            if environment.is_agent and (reason := environment.agent_refusal(self.rollout)):
-                raise ValueError(reason)
-            if self.objective_of(source).discount:
-                environment.require_one_context("objective.discount")
-            if self.teacher and self.teacher.prompt:
-                environment.require_one_context("teacher.prompt")
-            if reward is not None and reward.function is not None:
-                raise ValueError(
-                    f"reward.function={reward.function} with environment.function="
-                    f"{environment.function} for {source.path}: an environment returns the reward "
-                    "of its episodes; drop one of the two"
-                )
-            if 2 * environment.timeout_seconds >= 60 * minutes:
-                raise ValueError(
-                    f"environment.timeout_seconds={environment.timeout_seconds:g}: a step that "
-                    f"hangs is tried twice, and after {minutes:g} minutes the ranks that wait end "
-                    f"the run (fault.watchdog_minutes); set less than {30 * minutes:g}"
-                )
-
-    def _require_teacher_fits(self) -> None:
-        served = self.teacher is not None and self.teacher.is_served
-        if served and self.sampling.temperature != 1:
-            raise ValueError(
-                f"sampling.temperature={self.sampling.temperature} with teacher.engine=sglang: a "
-                "server scores prompts only at temperature 1, so its log-probabilities would not "
-                "compare with the student's; set sampling.temperature=1 or teacher.engine=megatron"
-            )
-        if served and self.fp8.teacher:
-            raise ValueError(
-                f"fp8.teacher={self.fp8.teacher} with teacher.engine=sglang: the servers choose a "
-                "served teacher's precision; set fp8.teacher=null or teacher.engine=megatron"
-            )
-        if self.teacher is not None and self.teacher.prompt_function is not None:
-            fraction = self.objective.on_policy_fraction
-            if fraction < 1:
-                raise ValueError(
-                    f"teacher.prompt.function with objective.on_policy_fraction={fraction:g}: it "
-                    "reads what happened in a rollout, and prompts that train on golden solutions "
-                    "have none; set on_policy_fraction=1, or a template as teacher.prompt"
-                )
-            if self.rollout.engine == "replay" and self.has_environment:
-                raise ValueError(
-                    "teacher.prompt.function with rollout.engine=replay and an environment: stored "
-                    "episodes lack the messages that the function reads; sample them again"
-                )
-        if self.weights_of["teacher"] == "student" and self.fp8.teacher:
-            raise ValueError(
-                f"fp8.teacher={self.fp8.teacher} with teacher.weights=live: the teacher is the "
-                "student as it trains; set fp8.teacher=null"
-            )
-
-    def _require_lora_fits(self) -> None:
-        if reason := lora_refusal(self):
-            raise ValueError(reason)
-
-    def _require_guard_fits(self) -> None:
-        if not self.guard.acts:
-            return
-        if self.is_supervised:
-            raise ValueError(
-                "guard.policy=act with objective.name=sft: without rollouts there is nothing to "
-                "guard; set guard.policy=off"
-            )
-        if not self.checkpoint.every:
-            raise ValueError(
-                "guard.policy=act with checkpoint.every=0: there would be no checkpoint to return "
-                "to; set checkpoint.every or guard.policy=warn"
-            )
-
-    def _require_waits_below_watchdog(self) -> None:
-        """A wait that ends by itself must end before the watchdog takes it for a hang."""
-        limit, teacher = self.fault.watchdog_minutes, self.teacher
-        served = self.rollout.has_servers or (teacher and teacher.is_served)
-        if served and limit is not None and limit <= LONGEST_WAIT_MINUTES:
-            raise ValueError(
-                f"fault.watchdog_minutes={limit:g} with SGLang servers, for which a run may wait "
-                f"{LONGEST_WAIT_MINUTES} minutes: the watchdog would end a run that only waits; "
-                "set it to more than that, or to null"
-            )

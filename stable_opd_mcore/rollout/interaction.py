@@ -240,7 +240,7 @@ class Interaction:
             played = with_turn(asked.episode, turn.result(), self._decoded)
             last = played.turns[-1]
             pool, truncated = self._pool(asked.environment), last.finish_reason == Ending.LENGTH
-            assert isinstance(pool, EnvironmentPool)  # config/schema.py refuses it with agents
+            assert isinstance(pool, EnvironmentPool)  # refused with agents
             answer = pool.say(asked.key, last.text, truncated=truncated)
             asked = asked._replace(episode=played)
             answer.add_done_callback(partial(self._answered, asked, seen))
