@@ -3,12 +3,14 @@
 The order is a function of (seed, slot), so a checkpoint stores only the number of used slots.
 """
 
+from __future__ import annotations
+
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, compress, takewhile
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +18,15 @@ from numpy.typing import NDArray
 from stable_opd_mcore.config.schema import DataConfig
 from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.golden_turns import GoldenTurn, golden_parts
+from stable_opd_mcore.data.golden_turns import Golden, encode_golden, golden_turns_of
 from stable_opd_mcore.data.messages import THOUGHT, Message
 from stable_opd_mcore.data.rows import Row
-from stable_opd_mcore.data.sources import is_bare_answer, source_name
 from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
 from stable_opd_mcore.data.thoughts import channel_message, opens_thinking
 from stable_opd_mcore.data.tool_schemas import holds_schemas, refuse_unnamed
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.records import Prompt, Use
 
-Golden = Literal["none", "optional", "by_source", "required"]
 _USE, _NO_USES = Use(), dict[str, Use]()
 _LOG = logging.getLogger(__name__)
 
@@ -91,6 +91,35 @@ class PromptOrder:
         return start, start + self.per_step
 
 
+class _EncodedRow(NamedTuple):
+    """A row and its tokens. Arrays have 4 bytes a token: golden solutions may hold 10^8."""
+
+    row: Row
+    prompt: NDArray[np.int32]
+    golden: NDArray[np.int32]  # its golden turns and what is observed between them; may be empty
+    golden_turns: tuple[int, ...]  # see Prompt.golden_turn_tokens
+    teacher_prompt: NDArray[np.int32] | None
+    opens_thinking: bool
+
+    @classmethod
+    def of(
+        cls,
+        row: Row,
+        text: str,
+        prompt: Sequence[int],
+        golden: Sequence[Sequence[int]],
+        of_teacher: Sequence[int] | None,
+    ) -> _EncodedRow:
+        return cls(
+            row,
+            np.array(prompt, np.int32),
+            np.array([*chain(*golden)], np.int32),
+            tuple(map(len, golden)),
+            None if of_teacher is None else np.array(of_teacher, np.int32),
+            opens_thinking(text),
+        )
+
+
 class PromptSet:
     """Rows as prompts: chat template applied, golden solutions encoded, lengths checked."""
 
@@ -135,62 +164,51 @@ class PromptSet:
         golden_of: list[Golden] = [
             golden[row.source] if isinstance(golden, Mapping) else golden for row in rows
         ]
-        without = _sources_without_golden(config)
-        goldens = _encode_golden(rows, texts, tokenizer, golden_of, bridge, without)
+        goldens = encode_golden(rows, texts, tokenizer, golden_of, bridge, config)
         is_taught = [teacher is not None and self._use(row).is_taught for row in rows]
         own_ids = iter(teacher.encode([*compress(rows, is_taught)]) if teacher else ())
         own = [next(own_ids) if taught else None for taught in is_taught]
-        kept: list[int] = []
-        for index, row in enumerate(rows):
-            _refuse_control_tokens(row, tokenizer, golden_of[index])
+        self._rows: list[_EncodedRow] = []
+        columns = zip(rows, texts, prompts, goldens, own, golden_of, strict=True)
+        for row, text, prompt, turns, of_teacher, needed in columns:
+            _refuse_control_tokens(row, tokenizer, needed)
             if row.tools and row.environment is None:  # which may replace the prompt
-                start = _start_text(row, texts[index], tokenizer, config, bridge)
+                start = _start_text(row, text, tokenizer, config, bridge)
                 refuse_unnamed(row.tools, start, row.row_id, tokenizer.path)
-            _refuse_empty(row, prompts[index])
-            num_golden = sum(map(len, goldens[index]))
-            of_teacher = len(own[index] or ())
-            problem = self._length_problem(row, len(prompts[index]), num_golden, of_teacher)
+            _refuse_empty(row, prompt)
+            encoded = _EncodedRow.of(row, text, prompt, turns, of_teacher)
+            problem = self._length_problem(encoded)
             if problem is None:
-                kept.append(index)
+                self._rows.append(encoded)
             elif config.overlong == "error":
                 raise DataError(f"{row.row_id}: {problem}, or set data.overlong=drop")
-        self.num_dropped = len(rows) - len(kept)
+        self.num_dropped = len(rows) - len(self._rows)
         if self.num_dropped:
             numbers = self.num_dropped, len(rows), window
             _LOG.warning("dropped %d of %d rows that exceed the window of %d tokens", *numbers)
-        if not kept:
+        if not self._rows:
             raise DataError(
                 f"none of {len(rows)} rows fits the window of {window} tokens; lower "
                 "sampling.max_new_tokens or raise student.window"
             )
-        self._rows = [rows[index] for index in kept]
-        self._opens_thinking = [opens_thinking(texts[index]) for index in kept]
-        # 4 bytes a token: golden solutions may hold 10^8 tokens.
-        self._prompts = [np.array(prompts[index], np.int32) for index in kept]
-        self._goldens = [np.array([*chain(*goldens[index])], np.int32) for index in kept]
-        self._golden_turns = [tuple(map(len, goldens[index])) for index in kept]
-        self._teacher_prompts = [
-            None if ids is None else np.array(ids, np.int32) for ids in (own[i] for i in kept)
-        ]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        row = self._rows[index]
-        own = self._teacher_prompts[index]
+        row, prompt, golden, turns, of_teacher, opens_thinking = self._rows[index]
         return Prompt(
             prompt_id=row.row_id,
             text=row.problem,
-            token_ids=tuple(self._prompts[index].tolist()),
+            token_ids=tuple(prompt.tolist()),
             answer=row.answer,
-            golden_token_ids=tuple(self._goldens[index].tolist()) or None,
+            golden_token_ids=tuple(golden.tolist()) or None,
             answer_format=row.answer_format,
-            opens_thinking=self._opens_thinking[index],
+            opens_thinking=opens_thinking,
             columns=row.columns,
-            teacher_token_ids=None if own is None else tuple(own.tolist()),
+            teacher_token_ids=None if of_teacher is None else tuple(of_teacher.tolist()),
             use=self._use(row),
-            golden_turn_tokens=self._golden_turns[index],
+            golden_turn_tokens=turns,
             golden_messages=row.golden_turns,
             environment=row.environment,
             max_new_tokens=row.max_new_tokens,
@@ -200,43 +218,48 @@ class PromptSet:
 
     def problems(self) -> list[str]:
         """The problem of every row, as its source writes it."""
-        return [row.problem for row in self._rows]
+        return [each.row.problem for each in self._rows]
 
     def source_names(self) -> list[str]:
         """The source of every row: its id before the last colon."""
-        return [row.source for row in self._rows]
+        return [each.row.source for each in self._rows]
 
     def prompt_lengths(self) -> list[int]:
         """Tokens of every prompt."""
-        return list(map(len, self._prompts))
+        return [len(each.prompt) for each in self._rows]
 
     def teacher_prompt_lengths(self) -> list[int]:
         """Tokens of every prompt as the teacher reads it; empty if it reads the student's."""
-        return [len(ids) for ids in self._teacher_prompts if ids is not None]
+        own = (each.teacher_prompt for each in self._rows)
+        return [len(ids) for ids in own if ids is not None]
 
     def golden_lengths(self) -> list[int]:
         """Tokens of every row's longest golden turn; 0 for a row without one."""
-        return [max(turns[::2], default=0) for turns in self._golden_turns]
+        return [max(each.golden_turns[::2], default=0) for each in self._rows]
 
     def golden_transcript(self) -> Prompt | None:
         """The first prompt with several golden turns, or with one that is not a text of its row,
         as one with a thought in its own key; None without one."""
-        lengths = enumerate(self._golden_turns)
-        shown = (i for i, turns in lengths if turns and (turns[1:] or self._rows[i].golden_turns))
+        shown = (
+            index
+            for index, each in enumerate(self._rows)
+            if each.golden_turns and (each.golden_turns[1:] or each.row.golden_turns)
+        )
         index = next(shown, None)
         return None if index is None else self[index]
 
     def first_played(self) -> list[Prompt]:
         """The first prompt of each source whose rows an environment plays."""
         first: dict[str, int] = {}
-        for index, row in enumerate(self._rows):
-            if row.environment is not None:
-                first.setdefault(row.row_id.rpartition(":")[0], index)
+        for index, each in enumerate(self._rows):
+            if each.row.environment is not None:
+                first.setdefault(each.row.row_id.rpartition(":")[0], index)
         return [self[index] for index in first.values()]
 
     def roles_between(self) -> set[str]:
         """Roles of the messages between two golden turns of any row."""
-        return {turn["role"] for row in self._rows for turn in row.golden_turns} - {"assistant"}
+        turns = chain.from_iterable(each.row.golden_turns for each in self._rows)
+        return {turn["role"] for turn in turns} - {"assistant"}
 
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts of these rows, in this order."""
@@ -245,12 +268,13 @@ class PromptSet:
     def _use(self, row: Row) -> Use:
         return self._uses.get(row.source, _USE)
 
-    def _length_problem(self, row: Row, prompt: int, golden: int, of_teacher: int) -> str | None:
-        """What is wrong with these numbers of tokens; `of_teacher` is that of its own prompt."""
-        problem = self._window_problem(row, prompt, golden, self.window)
-        if problem is None and of_teacher and self.teacher and self.teacher.window is not None:
-            window = self.teacher.window
-            return self._window_problem(row, of_teacher, golden, window, "teacher's ")
+    def _length_problem(self, encoded: _EncodedRow) -> str | None:
+        """What is wrong with its numbers of tokens, for the student or for the teacher."""
+        row, golden, of_teacher = encoded.row, len(encoded.golden), encoded.teacher_prompt
+        problem = self._window_problem(row, len(encoded.prompt), golden, self.window)
+        window = self.teacher and self.teacher.window
+        if problem is None and of_teacher is not None and window is not None:
+            return self._window_problem(row, len(of_teacher), golden, window, "teacher's ")
         return problem
 
     def _window_problem(
@@ -295,64 +319,6 @@ def _prompt_text(row: Row, tokenizer: Tokenizer, config: DataConfig, bridge: Bri
         raise DataError(f"{row.row_id}: {error}") from error
 
 
-def _encode_golden(
-    rows: Sequence[Row],
-    prompt_texts: Sequence[str],
-    tokenizer: Tokenizer,
-    golden_of: Sequence[Golden],
-    bridge: Bridge,
-    without: Set[str],
-) -> list[list[Sequence[int]]]:
-    """The ids of each row's golden turns, and between two of them the ids of what the assistant
-    observes; [] for a row without a golden solution, and for one of "none". With "by_source", only
-    rows of the sources in `without` may have none.
-    """
-    parts_of: list[list[GoldenTurn]] = []
-    for row, prompt_text, golden in zip(rows, prompt_texts, golden_of, strict=True):
-        if golden == "none":
-            parts_of.append([])
-            continue
-        turns = _golden_turns(row)
-        may_lack = golden == "optional" or (golden == "by_source" and row.source in without)
-        if not turns and not may_lack:
-            raise DataError(
-                f"{row.row_id}: no golden solution, which sft and mixture.lambda > 0 train on; "
-                "set data.train.columns.solution, or mixture.lambda=0; with mixture.lambda, rows "
-                "without one can be a source of their own that has columns.solution=null"
-            )
-        if row.solution and is_bare_answer(row.solution, row.answer):
-            raise DataError(
-                f"{row.row_id}: the golden solution is the bare answer {row.answer or ''!r:.80}; "
-                "set data.*.columns.solution to a column of worked solutions, or to null without "
-                "sft and with mixture.lambda=0"
-            )
-        try:
-            parts_of.append(golden_parts(turns, prompt_text, bridge, row.tools))
-        except DataError as error:
-            raise DataError(f"{row.row_id}: {error}") from error
-    said = iter(tokenizer.encode_many([part.text for parts in parts_of for part in parts]))
-    goldens: list[list[Sequence[int]]] = []
-    for parts in parts_of:
-        ids = chain(*((part.observed, [*next(said), *part.stop]) for part in parts))
-        goldens.append([*ids][1:])  # the prompt stands before the first turn
-    if not any(goldens) and not {"none", "optional"}.issuperset(golden_of):
-        raise DataError(
-            "no row of data.train has a golden solution, which mixture.lambda > 0 trains on; set "
-            "data.train.columns.solution, or mixture.lambda=0"
-        )
-    return goldens
-
-
-def _sources_without_golden(config: DataConfig) -> set[str]:
-    return {source_name(each) for each in config.sources if each.columns.solution is None}
-
-
-def _golden_turns(row: Row) -> tuple[Message, ...]:
-    if row.golden_turns or not row.solution:
-        return row.golden_turns
-    return ({"role": "assistant", "content": row.solution},)
-
-
 def _refuse_empty(row: Row, prompt: Sequence[int]) -> None:
     if not len(prompt):
         raise DataError(
@@ -384,7 +350,7 @@ def _refuse_control_tokens(row: Row, tokenizer: Tokenizer, golden: str) -> None:
     """Refuse text that would be encoded as a control token: in a problem it ends the user's turn
     inside the prompt; in a golden solution it teaches the student to stop early.
     """
-    turns = () if golden == "none" else _golden_turns(row)
+    turns = () if golden == "none" else golden_turns_of(row)
     spoken = (channel_message(each["content"] or "") or each for each in turns)
     solution = "\n".join(f"{each.get(THOUGHT, '')}{each['content'] or ''}" for each in spoken)
     system = next((each["content"] for each in row.messages if each["role"] == "system"), "")

@@ -1,6 +1,6 @@
 """What a run does with the rows of each source, which follows from the source's objective."""
 
-from stable_opd_mcore.data.prompts import Golden
+from stable_opd_mcore.data.golden_turns import Golden
 from stable_opd_mcore.data.sources import source_name
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.losses.source_objectives import SourceObjectives
