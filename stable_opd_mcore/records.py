@@ -79,7 +79,7 @@ class Sampling:
 class Use:
     """What a run does with the prompts of a source."""
 
-    objective: int = 0  # its place in Config.objectives_and_teachers
+    objective: int = 0  # a place in Config.objectives_and_teachers
     is_sampled: bool = True  # False: only its golden solutions are trained on
     is_taught: bool = True  # the objective asks a teacher, where the run has one
 
@@ -100,7 +100,7 @@ class Prompt:
     # `teacher.prompt` of the row; None: the teacher reads token_ids. Not in files of rollouts.
     teacher_token_ids: tuple[int, ...] | None = field(default=None, compare=False)
     slot: int = field(default=0, compare=False)  # its place in the data order, over the whole run
-    # What answers the student's turns: a name of `Interaction`'s; None: it has one turn
+    # What answers the student's turns: a key of Interaction.environments; None: it has one turn
     environment: str | None = field(default=None, compare=False)
     max_new_tokens: int | None = field(default=None, compare=False)  # of a turn; None: Sampling's
     # The messages that token_ids render, without data.system_prompt

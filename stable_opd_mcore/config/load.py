@@ -78,8 +78,8 @@ def _with_bases(path: Path, within: tuple[Path, ...] = ()) -> DictConfig:
 
 
 def _merged(under: DictConfig, over: DictConfig) -> DictConfig:
-    """`over` over `under`, section by section; a list and a section replace each other, and an
-    empty section what it stands over."""
+    """The settings `under`, with those of `over` in their place, section by section. A list is
+    replaced whole, also by a section, and a section by a list or by an empty section."""
     if nothing := OmegaConf.missing_keys(over):
         raise ConfigError(f"{', '.join(sorted(nothing))}: ??? is no value; give one, or null")
     _drop_other_forms(under, cast("dict[str, Any]", OmegaConf.to_container(over)))

@@ -4,9 +4,9 @@ Sequences lie end to end, and cu_seqlens holds their bounds. Tokens that fill a 
 multiple are a last sequence without loss rows. Context parallelism needs every sequence to be a
 multiple; its filling tokens stand at its end, where causal attention hides them from the others.
 
-A micro-batch has samples of one `Kind`: samples that other models score and samples that none does
-(Sample.is_scored) are never in one, so the score phase runs over the first kind only; nor are those
-of two objectives, nor those that the teacher scores and those that it does not.
+A micro-batch has samples of one `Kind`: all are scored by other models or none is
+(Sample.is_scored), all have one objective, and all are taught or none is. So the score phase leaves
+out whole micro-batches, and each has the loss of one objective.
 
 Suffixes of names: records.py; P prompts, M micro-batches.
 """

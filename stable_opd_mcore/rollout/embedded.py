@@ -174,22 +174,22 @@ class EmbeddedEngine(RolloutEngine):
         step: int,
         asked: dict[int, Future[WhatFollows]],
     ) -> list[Episode]:
-        """The episodes with what follows the turns that are over, until all are open or ended.
+        """Give the episodes whose turns are over what follows, until all are open or ended.
 
-        With agents, which may wait for the end of another's episode, until one is open; what is
-        asked then stays in `asked`, by place.
+        With agents only until one is open, because an agent may wait for another's episode. The
+        answers that have not come yet stay in `asked`, by the episode's place.
         """
         episodes = list(episodes)
         while waiting := [n for n, each in enumerate(episodes) if each.awaits_observation]:
             is_idle = not any(each.is_open for each in episodes)
-            answers = self._what_follows(episodes, waiting, sampling, step, asked, is_idle)
+            answers = self._observed(episodes, waiting, sampling, step, asked, is_idle)
             for place, answer in answers.items():
                 episodes[place] = episodes[place].after(answer)
             if not answers:
                 break
         return episodes
 
-    def _what_follows(
+    def _observed(
         self,
         episodes: Sequence[Episode],
         waiting: Sequence[int],
@@ -198,8 +198,8 @@ class EmbeddedEngine(RolloutEngine):
         asked: dict[int, Future[WhatFollows]],
         is_idle: bool,
     ) -> dict[int, WhatFollows]:
-        """What follows the turns at some places, with agents where it is known already, or, if the
-        engine is idle, where it is known first. The replica's first rank asks, so that all ranks
+        """What follows the turns at these places; with agents only what is known already, or, if
+        the engine is idle, what is known first. The replica's first rank asks, so that all ranks
         agree."""
         has_environment = any(episodes[n].prompt.environment is not None for n in waiting)
         answers: dict[int, WhatFollows] | UserError = {}

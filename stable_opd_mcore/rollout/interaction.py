@@ -61,7 +61,7 @@ class _Asked(NamedTuple):
     episode: Episode
     sampling: Sampling
     step: int
-    is_playing: bool = False  # its turns are those before the student's first
+    is_playing: bool = False  # turns of others, which begin it, are still played
 
 
 @dataclass(eq=False)
@@ -168,7 +168,7 @@ class Interaction:
             logs = self.logs and self.logs.with_name(f"{self.logs.name}{_in_a_path(name)}")
             if self._are_agents[name]:
                 students = self._student(settings, True), self._student(settings, False)
-                notes = Notes(self._note_failure_of, self._note_refusal)
+                notes = Notes(self._note_failure, self._note_refusal)
                 kwargs = self.tokenizer.template_kwargs if self.tokenizer else {}
                 pool = AgentPool(settings, students, notes, kwargs, self.progress, logs)
             else:
@@ -245,7 +245,7 @@ class Interaction:
             asked = asked._replace(episode=played)
             answer.add_done_callback(partial(self._answered, asked, seen))
         except UserError as error:  # the teacher is lost, which ends the step on all ranks
-            self._note_failure(asked, f"the teacher played no turn: {error}")
+            self._note_failure(asked.episode.prompt, f"the teacher played no turn: {error}")
             self._close(asked.environment, asked.key)
             seen.set_result(End(Ending.FAILED, 0.0, "crash"))
         except BaseException as error:  # raised again where the observation is waited for
@@ -253,7 +253,7 @@ class Interaction:
 
     def _what_follows(self, asked: _Asked, answer: Answer) -> Observed | End:
         if answer.failure is not None:
-            self._note_failure(asked, answer.reason)
+            self._note_failure(asked.episode.prompt, answer.reason)
             return End(Ending.FAILED, answer.reward, answer.failure)
         if answer.is_last:
             told = {"metrics": answer.metrics, "feedback": answer.feedback}
@@ -275,17 +275,14 @@ class Interaction:
         is_new = answer.observed is not None and not asked.episode.turns
         if answer.restarts or is_new:  # no turn of the student is the cause
             self._note_failure(
-                asked,
+                asked.episode.prompt,
                 f"what it yielded as a new context has {length} tokens, and the student reads "
                 f"{self.window}",
             )
             return End(Ending.FAILED, 0.0, "invalid")
         return End(Ending.WINDOW, 0.0)
 
-    def _note_failure(self, asked: _Asked, reason: str) -> None:
-        self._note_failure_of(asked.episode.prompt, reason)
-
-    def _note_failure_of(self, prompt: Prompt, reason: str) -> None:
+    def _note_failure(self, prompt: Prompt, reason: str) -> None:
         self.first_failure = self.first_failure or f"row {prompt.prompt_id}: {reason}"
 
     def _note_refusal(self, reason: str) -> None:

@@ -1,7 +1,8 @@
-"""Evaluate a model on held-out prompts: during training, and for `stable-opd evaluate`.
+"""What the command `evaluate` does: sample, grade and store responses of a finished model.
 
-Connects a run's config, world and engine to the functions of evaluation/, which grade, count and
-store. evaluated_model.py says which model is evaluated.
+Connects a config, a world and an engine to the functions of evaluation/, which grade and count.
+Not here: which model is evaluated (evaluated_model.py); evaluations in training
+(train/held_out.py).
 """
 
 import hashlib

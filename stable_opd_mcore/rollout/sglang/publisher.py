@@ -45,7 +45,8 @@ class ServerStatus(Target):
     """A server as one leader reports it to all ranks, or as all its leaders together."""
 
     state: str = "needs_weights"  # see Member
-    sender: int | None = 0  # the data-parallel rank that sends it the weights; None: another knows
+    # The data-parallel rank that sends it the weights; None: another leader says which
+    sender: int | None = 0
 
 
 def one_per_server(statuses: Iterable[ServerStatus]) -> list[ServerStatus]:

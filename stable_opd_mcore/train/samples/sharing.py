@@ -85,9 +85,9 @@ def share_out(
 ) -> list[Minibatch]:
     """This rank's part of every minibatch. Collective over the data-parallel ranks.
 
-    Ranks are balanced by the cost of their sequences, and of the teacher's where it has prompts of
-    its own: of those that are scored, and of all together. A sample without a sampled token counts
-    in the weights of the others, but no rank computes it.
+    All ranks get about the same cost of scored sequences, and of all sequences. Where the teacher
+    has prompts of its own, its sequences count too. A sample without a sampled token counts in the
+    weights of the others, but no rank computes it.
 
     Args:
         samples: this rank's.
