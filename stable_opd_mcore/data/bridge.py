@@ -12,7 +12,6 @@ result extends what the student has read and sampled.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,16 +20,14 @@ from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from stable_opd_mcore.data.chat import Tokenizer
-from stable_opd_mcore.data.messages import THOUGHT, Message
+from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.data.shortening import shortened
-from stable_opd_mcore.data.thoughts import CHANNEL
 from stable_opd_mcore.data.tool_schemas import Tool
+from stable_opd_mcore.data.written_turns import ASKED, MARK, SAID, WrittenTurns
 from stable_opd_mcore.errors import DataError
 
 _CUT = "\n[...]\n"  # in the middle of a message that is too long
-_MARK, _NEW = "text-of-the-turn", "text-of-the-new-message"
-_USER: Message = {"role": "user", "content": "1+1?"}
-_SAID: Message = {"role": "assistant", "content": "2"}
+_NEW = "text-of-the-new-message"
 _SYSTEM: Message = {"role": "system", "content": "Add."}
 _READ = ("user", "tool")  # roles of what an environment yields
 _REMEDIES = {"user": "save another chat template there", "tool": "make it a user message"}
@@ -72,6 +69,7 @@ class Bridge:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
+        self.turns = WrittenTurns(tokenizer)
         self._refusals: dict[str, str | None] = {}
         self._after_calls = False  # tool messages follow only a turn that calls them
         self._written: set[tuple[str, ...]] = set()  # roles of conversations that lose no message
@@ -81,7 +79,7 @@ class Bridge:
         messages: Sequence[Message],
         last_token: int,
         tools: Sequence[Tool] = (),
-        said: Message = _SAID,
+        said: Message = SAID,
     ) -> Observed:
         """The end of a turn whose last token is `last_token`, the messages after it, and the
         generation prompt. If the student sampled the turn's end itself, it is not repeated.
@@ -100,7 +98,8 @@ class Bridge:
         text = self._continued(cleaned, tools, calls, names_known=bool(said.get("tool_calls")))
         ids = tuple(self._tokenizer.encode(text))
         end = next(place for place, token in enumerate(ids) if token in self._tokenizer.added_ids)
-        if last_token in (ids[end], self._end_of_calls):  # the template keeps the end of a call
+        # The template keeps the end of a call.
+        if last_token in (ids[end], self.turns.end_of_calls):
             return Observed(ids[end + 1 :], text)
         return Observed(ids, text, replaces_end=last_token in self._tokenizer.stop_token_ids)
 
@@ -119,14 +118,14 @@ class Bridge:
         if len(given) < 2 or replies != ["tool"] * len(given) or not writes_one:
             if calls and not names_known:
                 self._require_names(new, calls)
-            self._require_written([_USER, {**_SAID, **calls}, *new])
-            return self._after_turn([_USER], new, tools, calls)
+            self._require_written([ASKED, {**SAID, **calls}, *new])
+            return self._after_turn([ASKED], new, tools, calls)
         own = [new[place : place + 1] for place in range(len(given) - 1)]
         texts = [
             self._continued(messages, tools, {"tool_calls": [call]}, names_known)
             for messages, call in zip([*own, new[len(own) :]], given, strict=True)
         ]
-        end = next(name for name in self._ends if texts[0].startswith(name))
+        end = next(name for name in self.turns.ends if texts[0].startswith(name))
         opening = self._opening
         bodies = [text.removeprefix(end).removesuffix(opening) for text in texts]
         return end + "".join(bodies) + opening
@@ -154,7 +153,7 @@ class Bridge:
     def between(self, role: str) -> str:
         """What `append` writes for a message of this role whose text is "..."."""
         new: list[Message] = [{"role": role, "content": "..."}]
-        return self._after_turn([_USER], new, calls=self._calls(new))
+        return self._after_turn([ASKED], new, calls=self._calls(new))
 
     @property
     def turn_end(self) -> int:
@@ -162,118 +161,11 @@ class Bridge:
         ids = self._tokenizer.encode(self.between("user"))
         return next(token for token in ids if token in self._tokenizer.added_ids)
 
-    def stop_of(self, turn: Message) -> Sequence[int]:
-        """The token with which the student ends a golden turn: its first stop id, or the one that
-        the template writes only after a call (gpt-oss's)."""
-        end = self._end_of_calls if turn.get("tool_calls") else None
-        return self._tokenizer.stop_token_ids[:1] if end is None else (end,)
-
-    @cached_property
-    def _end_of_calls(self) -> int | None:
-        """The stop id that ends a turn with a call; None where a turn with a text ends alike."""
-        calls = [{"function": {"name": "f", "arguments": {"x": _MARK}}}]
-        ends: list[int | None] = []
-        with suppress(DataError):  # `said` refuses what the template does not take
-            for turn in (_SAID, {"role": "assistant", "content": None, "tool_calls": calls}):
-                ids = self._tokenizer.encode(self._tokenizer.render([_USER, turn]))
-                added = (token for token in reversed(ids) if token in self._tokenizer.added_ids)
-                ends.append(next(added, None))
-        is_other = len(ends) == 2 and ends[0] != ends[1]
-        return ends[1] if is_other and ends[1] in self._tokenizer.stop_token_ids else None
-
     def difference(self, of_teacher: Bridge, role: str) -> tuple[str, str] | None:
         """What this template and the teacher's write for a message of this role; None: the same."""
         refusal = None if self.refusal(role) else of_teacher.refusal(role)
         own, other = repr(self.between(role)), refusal or repr(of_teacher.between(role))
         return None if own == other else (own, other)
-
-    def said(self, turn: Message) -> str:
-        """An assistant's turn as the student would sample it: its thought, its text, and its tool
-        calls as the chat template writes them.
-
-        Raises:
-            DataError: the template does not write tool calls after a text, or their arguments as
-                Python does.
-        """
-        text, thought, calls = turn["content"] or "", turn.get(THOUGHT), turn.get("tool_calls")
-        if self._has_channels and CHANNEL in text:
-            return text
-        if (thought or self._has_channels) and (whole := self._whole(turn)) is not None:
-            self._refuse_python(calls or (), whole)
-            return whole
-        if thought:
-            text = self._tokenizer.form.in_marks(thought, text)
-        return self._with_calls(text, calls) if calls else text
-
-    def _with_calls(self, text: str, calls: Sequence[Mapping[str, Any]]) -> str:
-        """A text, and after it the calls as the chat template writes them."""
-        end = self._after_mark([_USER], [_USER])
-        try:
-            written = self._after_mark([_USER], [_USER], tool_calls=calls)
-        except DataError as error:  # some templates write no text with calls (Mistral's, Llama's)
-            whole = self._whole({"role": "assistant", "content": None, "tool_calls": calls})
-            if whole is None:
-                raise
-            if text:
-                raise DataError(
-                    f"{self._tokenizer.path}: its chat template writes no text next to tool calls; "
-                    "remove the text of the message, or write the calls into it"
-                ) from error
-            written = whole + end
-        if written == end or not written.endswith(end):
-            raise DataError(
-                f"{self._tokenizer.path}: its chat template does not write tool calls after a "
-                "text; write them into the content of the message"
-            )
-        self._refuse_python(calls, written)
-        written = written.removesuffix(end)
-        return text + written if text else written.lstrip("\n")
-
-    def _refuse_python(self, calls: Sequence[Mapping[str, Any]], written: str) -> None:
-        """Refuse a template that writes the arguments of these calls as Python does."""
-        for given in (call["function"]["arguments"] for call in calls):
-            if str(given) in written and str(given) != json.dumps(given, ensure_ascii=False):
-                raise DataError(
-                    f"{self._tokenizer.path}: its chat template writes the arguments of a tool "
-                    f"call as Python does, {given!s:.60}; expected JSON: let the template use "
-                    "tojson, or write the calls into the content of the message"
-                )
-
-    @cached_property
-    def _has_channels(self) -> bool:
-        """Whether the template names the channel of an answer, as gpt-oss's does."""
-        if not self._tokenizer.has_template:
-            return False
-        prompt = self._tokenizer.render([_USER], generation_prompt=True)
-        whole = self._tokenizer.render([_USER, {"role": "assistant", "content": _MARK}])
-        return whole.startswith(prompt) and CHANNEL in whole[len(prompt) :].partition(_MARK)[0]
-
-    def _whole(self, turn: Message) -> str | None:
-        """What the template writes for an assistant's turn after a prompt, without its end; None
-        where it does not begin with a prompt, or lacks a part of the turn."""
-        if not self._tokenizer.has_template:
-            return None
-        prompt = self._tokenizer.render([_USER], generation_prompt=True)
-        whole = self._tokenizer.render([_USER, turn])
-        said = whole[len(prompt) :]
-        said = said[: self._first_end(said)]
-        names = (call["function"]["name"] for call in turn.get("tool_calls") or ())
-        thought, text = turn.get(THOUGHT) or "", turn["content"] or ""
-        kept = text in said.partition(thought)[2] if thought else text in said
-        if whole.startswith(prompt) and kept and thought in said and all(n in said for n in names):
-            return said
-        return None
-
-    def _first_end(self, text: str) -> int | None:
-        """The place of the first token that ends a response; None without one."""
-        return min((place for name in self._ends if (place := text.find(name)) >= 0), default=None)
-
-    @property
-    def _ends(self) -> list[str]:
-        """The names of the tokens that end a response."""
-        own = (self._tokenizer.turn_end_id, *self._tokenizer.stop_token_ids)
-        names = (self._tokenizer.names_by_id.get(token) for token in own if token is not None)
-        return [name for name in names if name]
 
     def refusal(self, role: str) -> str | None:
         """Why messages of this role cannot follow a turn of the student; None if they can."""
@@ -284,9 +176,10 @@ class Bridge:
     def _find_refusal(self, role: str) -> str | None:
         if (reason := self._problem(role)) is None:
             return None
+        user_follows = role != "user" and self.refusal("user") is None
         return (
             f"{self._tokenizer.path}: a {role} message cannot follow a turn of the assistant: "
-            f"{reason}; {_REMEDIES.get(role, _REMEDIES['tool'])}"
+            f"{reason}; {_REMEDIES['tool' if user_follows else 'user']}"
         )
 
     def _problem(self, role: str) -> str | None:
@@ -313,13 +206,13 @@ class Bridge:
         """Compare what the template writes around a message after several histories and turns."""
         new: Message = {"role": role, "content": _NEW}
         calls = self._calls([new])
-        said: Message = {**_SAID, "content": None, **calls} if calls else _SAID
-        histories = [[_USER], [_USER, said, new], [_USER, said, new, _SAID, _USER]]
+        said: Message = {**SAID, "content": None, **calls} if calls else SAID
+        histories = [[ASKED], [ASKED, said, new], [ASKED, said, new, SAID, ASKED]]
         with suppress(DataError):  # many templates take no system message
-            self._tokenizer.render([_SYSTEM, _USER])
-            histories.append([_SYSTEM, _USER])
+            self._tokenizer.render([_SYSTEM, ASKED])
+            histories.append([_SYSTEM, ASKED])
         texts = {
-            self._after_turn(history, [new], calls=calls, said=before + _MARK)
+            self._after_turn(history, [new], calls=calls, said=before + MARK)
             for history in histories
             for before in _BEFORE_MARK
             if not (calls and history[-1]["role"] == "tool")
@@ -338,9 +231,9 @@ class Bridge:
     @cached_property
     def _opening(self) -> str:
         """The generation prompt."""
-        prompt = self._tokenizer.render([_USER], generation_prompt=True)
+        prompt = self._tokenizer.render([ASKED], generation_prompt=True)
         # Some templates write EOS in place of a generation prompt (Phi-4-mini).
-        shared = commonprefix((prompt, self._tokenizer.render([_USER])))  # noqa: RUF071
+        shared = commonprefix((prompt, self._tokenizer.render([ASKED])))  # noqa: RUF071
         return prompt[len(shared) :]
 
     def _require_written(self, messages: Sequence[Message]) -> None:
@@ -366,26 +259,6 @@ class Bridge:
                 )
         self._written.add(roles)
 
-    def _after_mark(
-        self,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        said: str = _MARK,
-        tools: Sequence[Tool] = (),
-        **more: object,
-    ) -> str:
-        """What the template writes after an assistant's text: the end of the turn, `new` and a
-        generation prompt. `more` are further keys of the assistant's message.
-        """
-        turn = {"role": "assistant", "content": said, **more}
-        text = self._tokenizer.render([*history, turn, *new], generation_prompt=True, tools=tools)
-        _, mark, after = text.partition(_MARK)
-        if not mark:
-            raise DataError(
-                f"{self._tokenizer.path}: its chat template does not write the assistant's text"
-            )
-        return after
-
     def _calls(
         self, new: Sequence[Message], given: Sequence[Mapping[str, Any]] | None = None
     ) -> dict[str, Any]:
@@ -406,7 +279,7 @@ class Bridge:
         if all("name" in each for each in new if each["role"] == "tool"):
             return
         others = [{**c, "function": {**c["function"], "name": "g"}} for c in calls["tool_calls"]]
-        texts = [self._after_turn([_USER], new, calls=c) for c in ({"tool_calls": others}, calls)]
+        texts = [self._after_turn([ASKED], new, calls=c) for c in ({"tool_calls": others}, calls)]
         if texts[0] != texts[1]:
             raise DataError(
                 f"{self._tokenizer.path}: its chat template writes the function's name before a "
@@ -419,18 +292,18 @@ class Bridge:
         new: Sequence[Message],
         tools: Sequence[Tool] = (),
         calls: Mapping[str, Any] | None = None,
-        said: str = _MARK,
+        said: str = MARK,
     ) -> str:
-        """What the template writes after a turn: `_after_mark`, or what follows the end of its
+        """What the template writes after a turn: `after_mark`, or what follows the end of its
         last call, whose arguments are a mark."""
         if not calls:
-            return self._after_mark(history, new, said=said, tools=tools)
+            return self.turns.after_mark(history, new, said=said, tools=tools)
         *others, last = calls["tool_calls"]
-        marked = {**last, "function": {**last["function"], "arguments": {"x": _MARK}}}
+        marked = {**last, "function": {**last["function"], "arguments": {"x": MARK}}}
         turn = {"role": "assistant", "content": None, "tool_calls": [*others, marked]}
         text = self._tokenizer.render([*history, turn, *new], generation_prompt=True, tools=tools)
-        after = text.partition(_MARK)[2]
-        if (end := self._first_end(after)) is None:
+        after = text.partition(MARK)[2]
+        if (end := self.turns.first_end(after)) is None:
             raise DataError(
                 f"{self._tokenizer.path}: its chat template does not write the end of a tool call"
             )

@@ -89,12 +89,12 @@ def golden_parts(
     parts: list[GoldenTurn] = []
     observed: Sequence[int] = ()
     turn: Message = {}
-    stop = bridge.stop_of(turn)
+    stop = bridge.turns.stop_of(turn)
     for of_assistant, group in groupby(turns, lambda turn: turn["role"] == "assistant"):
         if of_assistant:
             (turn,) = group
-            stop = bridge.stop_of(turn)
-            text = golden_response(bridge.said(turn), prompt_text)
+            stop = bridge.turns.stop_of(turn)
+            text = golden_response(bridge.turns.said(turn), prompt_text)
             parts.append(GoldenTurn(observed, text, stop))
         else:
             between = bridge.append(list(group), stop[0], tools, turn)

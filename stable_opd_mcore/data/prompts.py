@@ -313,7 +313,7 @@ def _prompt_text(row: Row, tokenizer: Tokenizer, config: DataConfig, bridge: Bri
     try:
         for message in row.messages:
             if "tool_calls" in message:
-                bridge.said(message)  # raises for a template that ignores them
+                bridge.turns.said(message)  # raises for a template that ignores them
         return tokenizer.render_turns(row.messages, system, row.tools)
     except DataError as error:  # many templates refuse some orders of turns
         raise DataError(f"{row.row_id}: {error}") from error

@@ -22,12 +22,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.chat_api import ToolCall
 from stable_opd_mcore.data.messages import THOUGHT, THOUGHT_KEYS
 from stable_opd_mcore.data.thoughts import CHANNEL, SplitResponse, split_thought
 from stable_opd_mcore.data.tool_schemas import Tool
+from stable_opd_mcore.data.written_turns import WrittenTurns
 from stable_opd_mcore.errors import DataError
 
 if TYPE_CHECKING:
@@ -266,8 +266,9 @@ def _chosen_template(tokenizer: Tokenizer) -> ResponseTemplate | None:
         return None
     call = {"name": _PROBE.name, "arguments": dict(_PROBE.arguments)}
     calls = [{"id": _PROBE.call_id, "type": "function", "function": call}]
+    turn = {"role": "assistant", "content": None, "tool_calls": calls}
     try:
-        text = Bridge(tokenizer).said({"role": "assistant", "content": None, "tool_calls": calls})
+        text = WrittenTurns(tokenizer).said(turn)
     except DataError:
         return None
     for specification in _specifications(tokenizer):

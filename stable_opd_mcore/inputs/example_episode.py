@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stable_opd_mcore.config.environment_settings import EnvironmentConfig
-from stable_opd_mcore.data.bridge import Bridge
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import THOUGHT
 from stable_opd_mcore.data.thoughts import golden_response
+from stable_opd_mcore.data.written_turns import WrittenTurns
 from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.inputs.pair import EXAMPLE
@@ -70,7 +70,7 @@ def example_turn(tokenizer: Tokenizer) -> str:
     turn = {"role": "assistant", "content": EXAMPLE}
     if tokenizer.has_template and tokenizer.form.has_thoughts:
         turn[THOUGHT] = EXAMPLE
-    return Bridge(tokenizer).said(turn)
+    return WrittenTurns(tokenizer).said(turn)
 
 
 def play_episode(

@@ -143,32 +143,30 @@ def test_a_rendered_history_extends_the_context_or_starts_anew(name, kwargs, tho
 OF_USERS = [(name, kwargs, written) for name, kwargs, role, written in WRITTEN if role == "user"]
 
 
-@pytest.mark.parametrize("stop", ["turn_end_id", "eos_token_id", None])
-@pytest.mark.parametrize("thought", ["", "<think>\nHm.\n</think>\n\n"])
 @pytest.mark.parametrize(("name", "kwargs", "written"), OF_USERS)
-def test_a_long_episode_reads_all_that_was_sampled_or_the_templates_history(
-    name, kwargs, written, thought, stop
-):
-    tokenizer = real_tokenizer(name, **kwargs)
-    bridge, history = Bridge(tokenizer), [ASK]
-    text = tokenizer.render_turns(history)
-    appended = rendered = tokenizer.encode(text)
-    stop_ids = [getattr(tokenizer, stop) or end_of(tokenizer, written)] if stop else []
-    for number in range(3):
-        said = f"{thought}It is {number}."
-        sampled = [*tokenizer.encode(said), *stop_ids]
-        new = {"role": "user", "content": f"So {number}?"}
-        history += [{"role": "assistant", "content": said}, new]
-        appended = [*appended, *sampled, *bridge.append([new], sampled[-1]).token_ids]
-        is_end = stop_ids == [end_of(tokenizer, written)]
-        text += said + ("" if is_end else "".join(tokenizer.pieces(stop_ids)))
-        text += written.format(new["content"])
-        assert "".join(tokenizer.pieces(appended)) == text
-        seen = bridge.render(history, [*rendered, *sampled])
-        rendered = [*([] if seen.restarts else [*rendered, *sampled]), *seen.token_ids]
-        assert rendered == tokenizer.encode(tokenizer.render_turns(history))
-        if not seen.restarts and not number:
-            assert rendered == appended
+def test_a_long_episode_reads_all_that_was_sampled_or_the_templates_history(name, kwargs, written):
+    for thought in ["", "<think>\nHm.\n</think>\n\n"]:
+        for stop in ["turn_end_id", "eos_token_id", None]:
+            tokenizer = real_tokenizer(name, **kwargs)
+            bridge, history = Bridge(tokenizer), [ASK]
+            text = tokenizer.render_turns(history)
+            appended = rendered = tokenizer.encode(text)
+            stop_ids = [getattr(tokenizer, stop) or end_of(tokenizer, written)] if stop else []
+            for number in range(3):
+                said = f"{thought}It is {number}."
+                sampled = [*tokenizer.encode(said), *stop_ids]
+                new = {"role": "user", "content": f"So {number}?"}
+                history += [{"role": "assistant", "content": said}, new]
+                appended = [*appended, *sampled, *bridge.append([new], sampled[-1]).token_ids]
+                is_end = stop_ids == [end_of(tokenizer, written)]
+                text += said + ("" if is_end else "".join(tokenizer.pieces(stop_ids)))
+                text += written.format(new["content"])
+                assert "".join(tokenizer.pieces(appended)) == text
+                seen = bridge.render(history, [*rendered, *sampled])
+                rendered = [*([] if seen.restarts else [*rendered, *sampled]), *seen.token_ids]
+                assert rendered == tokenizer.encode(tokenizer.render_turns(history))
+                if not seen.restarts and not number:
+                    assert rendered == appended
 
 
 def test_tools_are_rendered_and_repeated_where_the_template_repeats_them(tmp_path):
@@ -326,9 +324,9 @@ def test_tool_calls_are_the_templates_text(name):
     call = {"function": {"name": "add", "arguments": {"a": 1, "b": "\u00e9"}}}
     written = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "\u00e9"}}\n</tool_call>'
     turn = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert bridge.said(turn) == written
-    assert bridge.said({**turn, "content": "I add."}) == f"I add.\n{written}"
-    assert bridge.said({**turn, "tool_calls": [call, call]}) == f"{written}\n{written}"
+    assert bridge.turns.said(turn) == written
+    assert bridge.turns.said({**turn, "content": "I add."}) == f"I add.\n{written}"
+    assert bridge.turns.said({**turn, "tool_calls": [call, call]}) == f"{written}\n{written}"
     whole = real_tokenizer(name).render([ASK, turn])
     assert whole.endswith(f"{written}<|im_end|>\n")
 
@@ -342,11 +340,12 @@ def test_tool_calls_that_a_template_writes_as_python_are_refused(tmp_path, has_f
     call = {"function": {"name": "add", "arguments": {"a": "x", "b": True}}}
     turn = {"role": "assistant", "content": "I add. ", "tool_calls": [call]}
     if has_filter:
-        assert bridge.said(turn) == 'I add. {"a": "x", "b": true}'
+        assert bridge.turns.said(turn) == 'I add. {"a": "x", "b": true}'
         return
     with pytest.raises(DataError, match=r"'b': True\}; expected JSON: .*calls into the content of"):
-        bridge.said(turn)
-    assert bridge.said({"role": "assistant", "content": 'I add. {"a": "x"}'}) == 'I add. {"a": "x"}'
+        bridge.turns.said(turn)
+    as_text = {"role": "assistant", "content": 'I add. {"a": "x"}'}
+    assert bridge.turns.said(as_text) == as_text["content"]
 
 
 @pytest.mark.parametrize("name", [MATH, QWEN25, QWEN3, THINKING, R1])

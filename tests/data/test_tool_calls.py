@@ -13,6 +13,7 @@ from stable_opd_mcore.data.chat_api import ChatReply, same_message
 from stable_opd_mcore.data.openai_api import Form, completion
 from stable_opd_mcore.data.request_parts import read_messages
 from stable_opd_mcore.data.tool_calls import ToolCalls
+from stable_opd_mcore.data.written_turns import WrittenTurns
 from tests.commands.check.directories import TEMPLATE, write_model
 from tests.data.real_tokenizers import GLM45_TEMPLATE, GLM47_TEMPLATE, GLM_MARKS
 
@@ -103,11 +104,11 @@ def echoed(parsed):
 
 def test_what_a_chat_template_writes_is_read_and_written_again(family):
     tokenizer, calls, message, tools = family
-    text = Bridge(tokenizer).said(message)
+    text = WrittenTurns(tokenizer).said(message)
     parsed = calls.parse(text, tools, was_cut=False)
     assert not parsed.is_damaged
     assert same_message(echoed(parsed), message)
-    assert re.sub(r"[\w]{9}\"}", "", Bridge(tokenizer).said(echoed(parsed))) == re.sub(
+    assert re.sub(r"[\w]{9}\"}", "", WrittenTurns(tokenizer).said(echoed(parsed))) == re.sub(
         r"[\w]{9}\"}", "", text
     )
     assert len({call.call_id for call in parsed.calls}) == len(parsed.calls)
@@ -116,7 +117,7 @@ def test_what_a_chat_template_writes_is_read_and_written_again(family):
 
 def test_a_cut_turn_and_one_without_tools_have_no_calls(family):
     tokenizer, calls, message, tools = family
-    text = Bridge(tokenizer).said(message)
+    text = WrittenTurns(tokenizer).said(message)
     for parsed in (calls.parse(text, tools, was_cut=True), calls.parse(text, (), was_cut=False)):
         assert (parsed.content, parsed.calls) == (text, ())
     assert calls.parse(text, tools, was_cut=True).is_damaged
@@ -127,7 +128,7 @@ def test_a_cut_turn_and_one_without_tools_have_no_calls(family):
 
 def test_damaged_calls_lose_no_word_and_are_equal_when_they_come_back(family):
     tokenizer, calls, message, tools = family
-    text, chance = Bridge(tokenizer).said(message), random.Random(0)
+    text, chance = WrittenTurns(tokenizer).said(message), random.Random(0)
     marks = [mark for mark in MARKS if mark in text or "channel" not in mark]
     pieces = [*marks, *re.findall(r"<[^>]*>|w\d|.", text, re.DOTALL), " ", "\n", "w9", "\ud800"]
     num_damaged = 0
@@ -151,7 +152,7 @@ def test_damaged_calls_lose_no_word_and_are_equal_when_they_come_back(family):
 
 def test_a_student_that_repeats_itself_is_read_in_time(family):
     tokenizer, calls, message, tools = family
-    text = Bridge(tokenizer).said(message)
+    text = WrittenTurns(tokenizer).said(message)
     pieces = {*re.findall(r"<[^>]*>\n?|\[[A-Z_]+\]|{.*?:", text), " ", "\n", "a", "to=functions."}
     for piece in sorted(pieces):
         for before in ("", text[: text.index("a")], text[:-1]):

@@ -109,7 +109,7 @@ def becomes_of(requests, turns):
     for request, turn in zip(requests, turns, strict=True):
         seen = histories.observed(request)
         number = len(contexts) if seen.context is None else seen.context
-        said_ids = [*tokenizer.encode(bridge.said(turn.message)), bridge.turn_end]
+        said_ids = [*tokenizer.encode(bridge.turns.said(turn.message)), bridge.turn_end]
         before = [] if seen.context is None else contexts[number]
         contexts[number : number + 1] = [[*before, *seen.token_ids, *said_ids]]
         histories.said(turn, np.array(contexts[number], np.int32))
