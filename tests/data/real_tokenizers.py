@@ -82,16 +82,20 @@ SHORT = {  # template, control tokens
 def real_tokenizer(name: str, **template_kwargs: Any) -> Tokenizer:
     if name in (MATH, R1):
         return Tokenizer.load(str(real_data(f"tokenizers/{name}")))
+    return Tokenizer(_backend(name), name, template_kwargs=template_kwargs)
+
+
+@cache
+def _backend(name: str) -> PreTrainedTokenizerFast:
+    backend = PreTrainedTokenizerFast.from_pretrained(str(real_data(f"tokenizers/{MATH}")))
     if name in SHORT:
-        backend = PreTrainedTokenizerFast.from_pretrained(str(real_data(f"tokenizers/{MATH}")))
         backend.chat_template, marks = SHORT[name]
         backend.add_tokens(list(marks), special_tokens=True)
-        return Tokenizer(backend, name, template_kwargs=template_kwargs)
+        return backend
     config = json.loads((real_data(f"tokenizers/{name}") / "tokenizer_config.json").read_text())
-    backend = PreTrainedTokenizerFast.from_pretrained(str(real_data(f"tokenizers/{MATH}")))
     for number, token in sorted(config["added_tokens_decoder"].items(), key=lambda kv: int(kv[0])):
         if int(number) >= len(backend):
             backend.add_tokens(AddedToken(**token), special_tokens=token["special"])
         assert backend.convert_tokens_to_ids(token["content"]) == int(number)
     backend.chat_template = config["chat_template"]
-    return Tokenizer(backend, name, template_kwargs=template_kwargs)
+    return backend

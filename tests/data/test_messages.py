@@ -18,8 +18,8 @@ from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.data.teacher_prompt import TeacherPrompt
 from stable_opd_mcore.data.thoughts import golden_response
 from stable_opd_mcore.errors import DataError
+from tests.commands.check.directories import write_model
 from tests.data.real_tokenizers import MATH, QWEN3, QWEN25, R1, THINKING, real_tokenizer
-from tests.real_data import real_data
 
 SYSTEM, ASK = {"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}
 TWO, MORE = {"role": "assistant", "content": "It is 2."}, {"role": "user", "content": "And 2+2?"}
@@ -105,7 +105,7 @@ def test_conversations_of_sharegpt_and_roles_by_other_names_are_those_of_openai(
 
 
 def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configured_one(tmp_path):
-    tokenizer = Tokenizer.load(str(real_data("tokenizers/Qwen2.5-Math-1.5B")))
+    tokenizer = real_tokenizer(MATH)
     rows = rows_of(tmp_path / "m.jsonl", [SYSTEM, ASK, TWO, MORE, FOUR], [ASK, FOUR])
     config = DataConfig(train=SourceConfig(path="x"), system_prompt="Count.")
     prompts = PromptSet(rows, tokenizer, config, window=99, max_new_tokens=9, golden="required")
@@ -122,67 +122,67 @@ def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configu
     assert tokenizer.decode(prompts[0].golden_token_ids) == "It is 4."
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        (None, "holds NoneType None; expected a list of messages"),
-        ("1+1?", "holds str '1+1?'; expected a list of messages"),
-        ([], "holds list []; expected a list"),
-        (["1+1?"], "message 0 is '1+1?'; write {role"),
-        ([[ASK]], "message 0 is [{'role'"),
-        (
-            [{"role": "tool", "content": "x"}],
-            "message 0: role 'tool' and no turn of the assistant before it; add",
-        ),
-        ([ASK, TOOL], "message 1: role 'tool' and no turn of the assistant before it; add"),
-        ([{"content": "x"}], "message 0: role None"),
-        ([{"role": ["user"], "content": "x"}], "message 0: role ['user']"),
-        ([ASK, SYSTEM], "message 1: role 'system' after another message; expected it only as"),
-        ([{"role": "user"}], "message 0: column 'content' (message) is empty"),
-        ([{"role": "user", "content": " "}], "column 'content' (message) is empty"),
-        (
-            [{"role": "user", "content": [{"type": "text"}]}],
-            "message 0: content has a part {'type': 'text'}; only parts of text are read",
-        ),
-        ([{"role": "user", "content": {"a": 1}}], "message 0: content holds dict, not text"),
-        ([{"role": "user", "content": True}], "message 0: content holds bool, not text"),
-        ([{"from": "human", "value": ""}], "message 0: column 'content' (message) is empty"),
-        ([ASK, {"from": "function_call", "value": "add(1)"}], "message 1: tool call {'type': 'fun"),
-        ([{"role": "user", "content": "\ud800"}], "has a lone surrogate"),
-        ([{**ASK, "tool_calls": [1]}], "message 0 has tool_calls; of a message of this role, only"),
-        ([ASK, {**TWO, "tool_calls": [{"id": "1"}]}], "message 1: tool call {'id': '1'}; write {f"),
-        ([ASK, {**TWO, "tool_calls": "add"}], "message 1: tool call 'add'; write {function: {na"),
-        ([ASK, {**TWO, "tool_calls": [call_of("[1]")]}], "message 1: tool call {'function'"),
-        ([ASK, {**TWO, "tool_calls": [call_of("{")]}], "the arguments as an object or its JSON"),
-        ([ASK, CALLS, reply_to("b"), reply_to("a"), TWO], "message 3: its call 'a' has a reply"),
-        ([ASK, CALLS, reply_to("a"), reply_to("a"), TWO], "message 3: its call 'a' has a reply"),
-        ([TWO], "no user turn to answer"),
-        ([SYSTEM], "no user turn to answer"),
-        ([ASK, TWO, FOUR], "messages 1 and 2 are two turns of the assistant in a row"),
-    ],
-)
-def test_hostile_conversations_are_refused_with_file_row_and_key(tmp_path, messages, message):
-    where = re.escape(f"{tmp_path}/m.jsonl:2: column 'messages' (messages)")
-    with pytest.raises(DataError, match=f"^{where}.*{re.escape(message)}"):
-        rows_of(tmp_path / "m.jsonl", [ASK, {**TWO, "tool_calls": None}], messages)
+HOSTILE = [
+    (None, "holds NoneType None; expected a list of messages"),
+    ("1+1?", "holds str '1+1?'; expected a list of messages"),
+    ([], "holds list []; expected a list"),
+    (["1+1?"], "message 0 is '1+1?'; write {role"),
+    ([[ASK]], "message 0 is [{'role'"),
+    (
+        [{"role": "tool", "content": "x"}],
+        "message 0: role 'tool' and no turn of the assistant before it; add",
+    ),
+    ([ASK, TOOL], "message 1: role 'tool' and no turn of the assistant before it; add"),
+    ([{"content": "x"}], "message 0: role None"),
+    ([{"role": ["user"], "content": "x"}], "message 0: role ['user']"),
+    ([ASK, SYSTEM], "message 1: role 'system' after another message; expected it only as"),
+    ([{"role": "user"}], "message 0: column 'content' (message) is empty"),
+    ([{"role": "user", "content": " "}], "column 'content' (message) is empty"),
+    (
+        [{"role": "user", "content": [{"type": "text"}]}],
+        "message 0: content has a part {'type': 'text'}; only parts of text are read",
+    ),
+    ([{"role": "user", "content": {"a": 1}}], "message 0: content holds dict, not text"),
+    ([{"role": "user", "content": True}], "message 0: content holds bool, not text"),
+    ([{"from": "human", "value": ""}], "message 0: column 'content' (message) is empty"),
+    ([ASK, {"from": "function_call", "value": "add(1)"}], "message 1: tool call {'type': 'fun"),
+    ([{"role": "user", "content": "\ud800"}], "has a lone surrogate"),
+    ([{**ASK, "tool_calls": [1]}], "message 0 has tool_calls; of a message of this role, only"),
+    ([ASK, {**TWO, "tool_calls": [{"id": "1"}]}], "message 1: tool call {'id': '1'}; write {f"),
+    ([ASK, {**TWO, "tool_calls": "add"}], "message 1: tool call 'add'; write {function: {na"),
+    ([ASK, {**TWO, "tool_calls": [call_of("[1]")]}], "message 1: tool call {'function'"),
+    ([ASK, {**TWO, "tool_calls": [call_of("{")]}], "the arguments as an object or its JSON"),
+    ([ASK, CALLS, reply_to("b"), reply_to("a"), TWO], "message 3: its call 'a' has a reply"),
+    ([ASK, CALLS, reply_to("a"), reply_to("a"), TWO], "message 3: its call 'a' has a reply"),
+    ([TWO], "no user turn to answer"),
+    ([SYSTEM], "no user turn to answer"),
+    ([ASK, TWO, FOUR], "messages 1 and 2 are two turns of the assistant in a row"),
+]  # messages, message
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([ASK, TWO, MORE], "the last turn is of the user; columns.golden=all expects one of the"),
-        ([ASK, TWO, FOUR], "messages 1 and 2 are two turns of the assistant in a row; expected"),
-        ([ASK, TWO, FOUR, MORE, FOUR], "messages 1 and 2 are two turns of the assistant"),
-        ([TWO, MORE, FOUR], "no user turn to answer before message 0"),
-        ([SYSTEM, TWO, MORE, FOUR], "no user turn to answer before message 1"),
-    ],
-)
-def test_golden_turns_answer_a_user_or_a_tool(tmp_path, messages, message):
-    where = re.escape(f"{tmp_path}/m.jsonl:1: column 'messages' (messages): {message}")
-    with pytest.raises(DataError, match=where):
-        rows_of(tmp_path / "m.jsonl", messages, golden="all")
-    with pytest.raises(ValidationError, match="golden=all without messages"):
-        ColumnsConfig(golden="all")
+def test_hostile_conversations_are_refused_with_file_row_and_key(tmp_path):
+    for messages, message in HOSTILE:
+        where = re.escape(f"{tmp_path}/m.jsonl:2: column 'messages' (messages)")
+        with pytest.raises(DataError, match=f"^{where}.*{re.escape(message)}"):
+            rows_of(tmp_path / "m.jsonl", [ASK, {**TWO, "tool_calls": None}], messages)
+
+
+UNANSWERING = [
+    ([ASK, TWO, MORE], "the last turn is of the user; columns.golden=all expects one of the"),
+    ([ASK, TWO, FOUR], "messages 1 and 2 are two turns of the assistant in a row; expected"),
+    ([ASK, TWO, FOUR, MORE, FOUR], "messages 1 and 2 are two turns of the assistant"),
+    ([TWO, MORE, FOUR], "no user turn to answer before message 0"),
+    ([SYSTEM, TWO, MORE, FOUR], "no user turn to answer before message 1"),
+]  # messages, message
+
+
+def test_golden_turns_answer_a_user_or_a_tool(tmp_path):
+    for messages, message in UNANSWERING:
+        where = re.escape(f"{tmp_path}/m.jsonl:1: column 'messages' (messages): {message}")
+        with pytest.raises(DataError, match=where):
+            rows_of(tmp_path / "m.jsonl", messages, golden="all")
+        with pytest.raises(ValidationError, match="golden=all without messages"):
+            ColumnsConfig(golden="all")
 
 
 WEATHER = {"name": "get_weather", "parameters": {"type": "object"}}
@@ -356,7 +356,7 @@ def test_hostile_golden_turns_are_refused_with_the_row(tmp_path):
 
 def test_what_the_tokenizer_cannot_take_is_refused_with_the_row(tmp_path):
     config = DataConfig(train=SourceConfig(path="x"))
-    tokenizer = Tokenizer.load(str(real_data("tokenizers/Qwen2.5-Math-1.5B")))
+    tokenizer = Tokenizer.load(write_model(tmp_path / "model"))
 
     def load(*turns):
         return PromptSet(

@@ -83,45 +83,45 @@ def test_arguments_of_the_template_are_those_of_the_run():
             read_request(json.dumps(each).encode())
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"n": 2}, "n=2: one turn is sampled at a time"),
-        ({"logprobs": True}, "logprobs=True: an agent gets no log-probabilities"),
-        ({"response_format": {"type": "json_object"}}, "what is sampled is not constrained"),
-        ({"functions": [FUNCTION]}, "the old form of tools: send tools"),
-        ({"guided_regex": "a"}, r"guided_regex=a: not known here.*leave it out"),
-        ({"tool_choice": "all"}, "tool_choice=all: expected auto"),
-        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]=.*no tool runs here"),
-        ({"tools": {"add": 1}}, "tools={'add': 1}: expected a list"),
-        ({"max_tokens": 0}, "max_tokens=0: expected a whole number from 1 up"),
-        ({"max_completion_tokens": True}, "max_completion_tokens=True: expected a whole"),
-        ({"stop": ["a", ""]}, r"stop=\['a', ''\]: expected a text"),
-        ({"messages": []}, r"messages=\[\]: expected a list of at least one"),
-        ({"messages": ["1+1?"]}, r"messages\[0\]=1\+1\?: expected \{role"),
-        ({"messages": [USER, {"role": "function"}]}, r"messages\[1\]: role function; expected one"),
-        (
-            {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
-            "role assistant with function_call; expected .*with tool_calls",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            r"messages\[0\].content has a part image_url: the student reads only text",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}, 1]}]},
-            r"messages\[0\].tool_calls: 1; expected \{id",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "["}}]}]},
-            "the arguments as the JSON text of an object",
-        ),
-    ],
-)
-def test_what_cannot_be_given_is_refused(fields, message):
-    with pytest.raises(RequestError, match=message) as caught:
-        read(**fields)
-    assert caught.value.status == 400
+NOT_GIVEN = [
+    ({"n": 2}, "n=2: one turn is sampled at a time"),
+    ({"logprobs": True}, "logprobs=True: an agent gets no log-probabilities"),
+    ({"response_format": {"type": "json_object"}}, "what is sampled is not constrained"),
+    ({"functions": [FUNCTION]}, "the old form of tools: send tools"),
+    ({"guided_regex": "a"}, r"guided_regex=a: not known here.*leave it out"),
+    ({"tool_choice": "all"}, "tool_choice=all: expected auto"),
+    ({"tools": [{"type": "web_search"}]}, r"tools\[0\]=.*no tool runs here"),
+    ({"tools": {"add": 1}}, "tools={'add': 1}: expected a list"),
+    ({"max_tokens": 0}, "max_tokens=0: expected a whole number from 1 up"),
+    ({"max_completion_tokens": True}, "max_completion_tokens=True: expected a whole"),
+    ({"stop": ["a", ""]}, r"stop=\['a', ''\]: expected a text"),
+    ({"messages": []}, r"messages=\[\]: expected a list of at least one"),
+    ({"messages": ["1+1?"]}, r"messages\[0\]=1\+1\?: expected \{role"),
+    ({"messages": [USER, {"role": "function"}]}, r"messages\[1\]: role function; expected one"),
+    (
+        {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+        "role assistant with function_call; expected .*with tool_calls",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        r"messages\[0\].content has a part image_url: the student reads only text",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}, 1]}]},
+        r"messages\[0\].tool_calls: 1; expected \{id",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "["}}]}]},
+        "the arguments as the JSON text of an object",
+    ),
+]  # fields, message
+
+
+def test_what_cannot_be_given_is_refused():
+    for fields, message in NOT_GIVEN:
+        with pytest.raises(RequestError, match=message) as caught:
+            read(**fields)
+        assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff", b"[" * 10**6, b'{"messages": '])

@@ -135,6 +135,7 @@ def test_missing_golden_solutions():
         make_set(rows, train=sources)
     with pytest.raises(DataError, match=r"no row of data\.train has a golden"):
         make_set(rows[1:], golden="by_source", train=sources)
+    assert len(make_set(rows[1:], golden="none", train=sources)) == 1
 
 
 @pytest.mark.parametrize(

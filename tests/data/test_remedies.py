@@ -194,10 +194,7 @@ FILES = [  # the file's text, settings of its source, words of the remedy, and w
 ]
 
 
-@pytest.mark.parametrize(("text", "settings", "words", "then", "remedy"), FILES)
-def test_a_file_that_follows_the_remedy_is_read(
-    tmp_path, monkeypatch, text, settings, words, then, remedy
-):
+def test_a_file_that_follows_the_remedy_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def read(text, settings):
@@ -205,9 +202,10 @@ def test_a_file_that_follows_the_remedy_is_read(
             Path(name).write_text(text)
         return load_rows(SourceConfig.model_validate({"path": "rows.jsonl"} | settings))
 
-    with pytest.raises(DataError, match=words):
-        read(text, settings)
-    assert read(then, remedy)
+    for text, settings, words, then, remedy in FILES:
+        with pytest.raises(DataError, match=words):
+            read(text, settings)
+        assert read(then, remedy)
 
 
 def test_settings_of_a_template_that_follow_the_remedy_are_taken(tmp_path):
@@ -220,6 +218,15 @@ def test_settings_of_a_template_that_follow_the_remedy_are_taken(tmp_path):
         with pytest.raises(DataError, match=words):
             Tokenizer.load(path, template_kwargs=given_to)
         assert Tokenizer.load(path, template_kwargs=remedy)
+    bare = write_model(tmp_path / "bare", template=None, eos_token_id=None)
+    with pytest.raises(DataError, match=r"could read chat_template_kwargs; drop them"):
+        Tokenizer.load(bare, template_kwargs={"short": True})
+    assert Tokenizer.load(bare)
+    named = tmp_path / "bare/tokenizer_config.json"
+    named.write_text(json.dumps(json.loads(named.read_text()) | {"eos_token": None}))
+    with pytest.raises(DataError, match=r"names a token that ends .*; set student\.stop_token_ids"):
+        Tokenizer.load(bare)
+    assert Tokenizer.load(bare, stop_token_ids=(3,))
     tokenizer = Tokenizer.load(path)
     rows = DataConfig.model_validate({"train": {"path": str(tmp_path / "rows.jsonl")}})
     (tmp_path / "rows.jsonl").write_text(json.dumps(PLAIN | {"hint": None, "note": "<|im_end|>"}))

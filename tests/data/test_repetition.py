@@ -8,13 +8,13 @@ import zlib
 import numpy as np
 import pytest
 
-from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.repetition import (
     TailLoop,
     is_repetitive,
     tail_loop,
     tail_loop_of_text,
 )
+from tests.data.real_tokenizers import MATH, real_tokenizer
 from tests.real_data import real_data
 
 
@@ -137,7 +137,7 @@ def generations():
 
 @pytest.fixture(scope="module")
 def tokens(generations):
-    tokenizer = Tokenizer.load(real_data("tokenizers/Qwen2.5-Math-1.5B"))
+    tokenizer = real_tokenizer(MATH)
     return [tokenizer.encode(row["response"]) for row in generations]
 
 

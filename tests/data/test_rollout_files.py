@@ -113,53 +113,56 @@ def test_the_error_of_a_missing_file_names_the_setting(tmp_path):
         read_rollouts(RunDirectory(tmp_path).rollouts(7))
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
-        ("reward", "good", "column reward is 'good': Input should be a valid number"),
-        ("reward", True, "column reward is True"),
-        ("response", None, "column response is None: Input should be a valid string"),
-        ("finish_reason", "eos", "'eos': Input should be 'open', 'stop', 'length', 'turns', "),
-        (
-            "response_token_ids",
-            [1, -2, 3],
-            r"response_token_ids\[1\] is -2: Input should be greater than or equal to 0",
-        ),
-        ("response_token_ids", [1, 2], "2 response_token_ids but 3 rollout_logprobs"),
-        ("segments", [{"num_tokens": 2, "weight_version": 1}], "segments of 2 tokens in all for 3"),
-        ("turns", [vars(Turn(2, "stop"))], "turns of 2 tokens in all for 3"),
-        ("turns", [vars(Turn(3, "eos"))], r"turns\[0\].finish_reason is 'eos'"),
-        ("golden_token_ids", ["a"], r"golden_token_ids\[0\] is 'a'"),
-        (
-            "response_token_ids",
-            [1, 10**400, 3],
-            r"response_token_ids\[1\] is 1000",
-        ),
-        ("rollout_logprobs", [0, -(10**400), 0], r"rollout_logprobs\[1\] is -1000"),
-        (
-            "rollout_logprobs",
-            [0, None, 0],
-            r"rollout_logprobs\[1\] is None: Input should be a valid number",
-        ),
-    ],
-)
-def test_a_malformed_row_is_named(tmp_path, column, value, message):
-    path = tmp_path / "x.jsonl"
-    write_rollouts(path, ROLLOUTS)
-    lines = path.read_bytes().split(b"\n")
-    row = json.loads(lines[0].decode(errors="surrogatepass")) | {column: value}
-    path.write_text("\n".join([json.dumps(row), json.dumps(row)]) + "\n")
-    with pytest.raises(DataError, match=rf"x.jsonl, line 1: .*{message}.*restore the file"):
-        read_rollouts(path)
-    path.write_bytes(b"\n".join(lines))
-    assert read_rollouts(path) == ROLLOUTS
+MALFORMED = [
+    ("reward", "good", "column reward is 'good': Input should be a valid number"),
+    ("reward", True, "column reward is True"),
+    ("response", None, "column response is None: Input should be a valid string"),
+    ("finish_reason", "eos", "'eos': Input should be 'open', 'stop', 'length', 'turns', "),
+    (
+        "response_token_ids",
+        [1, -2, 3],
+        r"response_token_ids\[1\] is -2: Input should be greater than or equal to 0",
+    ),
+    ("response_token_ids", [1, 2], "2 response_token_ids but 3 rollout_logprobs"),
+    ("segments", [{"num_tokens": 2, "weight_version": 1}], "segments of 2 tokens in all for 3"),
+    ("turns", [vars(Turn(2, "stop"))], "turns of 2 tokens in all for 3"),
+    ("turns", [vars(Turn(3, "eos"))], r"turns\[0\].finish_reason is 'eos'"),
+    ("golden_token_ids", ["a"], r"golden_token_ids\[0\] is 'a'"),
+    (
+        "response_token_ids",
+        [1, 10**400, 3],
+        r"response_token_ids\[1\] is 1000",
+    ),
+    ("rollout_logprobs", [0, -(10**400), 0], r"rollout_logprobs\[1\] is -1000"),
+    (
+        "rollout_logprobs",
+        [0, None, 0],
+        r"rollout_logprobs\[1\] is None: Input should be a valid number",
+    ),
+]  # column, value, message
 
 
-@pytest.mark.parametrize("line", [b'{"prompt_id": ', b"NaN", b"[1]", b"{}", b"\xff"])
-def test_a_line_that_is_no_rollout_is_named(tmp_path, line):
-    path = tmp_path / "x.jsonl"
-    write_rollouts(path, ROLLOUTS[1:])
-    with path.open("ab") as file:
-        file.write(line)
-    with pytest.raises(DataError, match=r"x.jsonl, line 3: "):
-        read_rollouts(path)
+def test_a_malformed_row_is_named(tmp_path):
+    for column, value, message in MALFORMED:
+        path = tmp_path / "x.jsonl"
+        write_rollouts(path, ROLLOUTS)
+        lines = path.read_bytes().split(b"\n")
+        row = json.loads(lines[0].decode(errors="surrogatepass")) | {column: value}
+        path.write_text("\n".join([json.dumps(row), json.dumps(row)]) + "\n")
+        with pytest.raises(DataError, match=rf"x.jsonl, line 1: .*{message}.*restore the file"):
+            read_rollouts(path)
+        path.write_bytes(b"\n".join(lines))
+        assert read_rollouts(path) == ROLLOUTS
+
+
+NO_ROLLOUTS = [b'{"prompt_id": ', b"NaN", b"[1]", b"{}", b"\xff"]  # line
+
+
+def test_a_line_that_is_no_rollout_is_named(tmp_path):
+    for line in NO_ROLLOUTS:
+        path = tmp_path / "x.jsonl"
+        write_rollouts(path, ROLLOUTS[1:])
+        with path.open("ab") as file:
+            file.write(line)
+        with pytest.raises(DataError, match=r"x.jsonl, line 3: "):
+            read_rollouts(path)

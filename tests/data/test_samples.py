@@ -177,35 +177,35 @@ def test_a_loop_ends_with_its_turn():
     assert sample.repetitive.all()
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
-def test_restarts_change_no_weight(world, aggregation, seed):
+def test_restarts_change_no_weight(world, aggregation):
     """Random episodes; some are truncated, masked as a whole, or have no token."""
-    rng = np.random.default_rng(seed)
-    episodes: list[list[Rollout]] = [[], []]
-    for number in range(12):
-        lengths = rng.integers(0, 4, rng.integers(1, 5)).tolist()
-        reason = "length" if number % 3 else "stop"
-        restarts = rng.random(len(lengths)) < 0.5
-        for plain, restarted in zip(episodes, ([False] * 5, restarts.tolist()), strict=True):
-            turns = [
-                Turn(length, reason, (7, 7), restarts=restart and n > 0)
-                for n, (length, restart) in enumerate(zip(lengths, restarted, strict=False))
-            ]
-            whole = rollout(PROMPTS[number % 2], (5,) * sum(lengths), reason, number // 2)
-            plain.append(replace(whole, reward=float(number % 5 == 0), turns=tuple(turns)))
-    settings = {"objective__name": "grpo", "kl__beta": 0.9, "sampling__max_new_tokens": 10}
-    objective = build_objective(make_config(aggregation=aggregation, **settings), (1,), (1,))
-    found = []
-    for rollouts in episodes:
-        samples = rollout_samples(rollouts, TokenMasksConfig(truncated_rollouts=True))
-        facts = gather_facts(world, samples)
-        weights, held = objective.sample_weights(facts), [samples[i] for i in facts.index_B]
-        values = (weights.pg_B, weights.kl_B, weights.advantage_B)
-        found.append([np.repeat(each, [len(s.places) for s in held]) for each in values])
-        found[-1].append(np.concatenate([sample.trained for sample in held]))
-    assert len(found[0][0]) == sum(len(one.token_ids) for one in episodes[0])
-    np.testing.assert_array_equal(*found)
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        episodes: list[list[Rollout]] = [[], []]
+        for number in range(12):
+            lengths = rng.integers(0, 4, rng.integers(1, 5)).tolist()
+            reason = "length" if number % 3 else "stop"
+            restarts = rng.random(len(lengths)) < 0.5
+            for plain, restarted in zip(episodes, ([False] * 5, restarts.tolist()), strict=True):
+                turns = [
+                    Turn(length, reason, (7, 7), restarts=restart and n > 0)
+                    for n, (length, restart) in enumerate(zip(lengths, restarted, strict=False))
+                ]
+                whole = rollout(PROMPTS[number % 2], (5,) * sum(lengths), reason, number // 2)
+                plain.append(replace(whole, reward=float(number % 5 == 0), turns=tuple(turns)))
+        settings = {"objective__name": "grpo", "kl__beta": 0.9, "sampling__max_new_tokens": 10}
+        objective = build_objective(make_config(aggregation=aggregation, **settings), (1,), (1,))
+        found = []
+        for rollouts in episodes:
+            samples = rollout_samples(rollouts, TokenMasksConfig(truncated_rollouts=True))
+            facts = gather_facts(world, samples)
+            weights, held = objective.sample_weights(facts), [samples[i] for i in facts.index_B]
+            values = (weights.pg_B, weights.kl_B, weights.advantage_B)
+            found.append([np.repeat(each, [len(s.places) for s in held]) for each in values])
+            found[-1].append(np.concatenate([sample.trained for sample in held]))
+        assert len(found[0][0]) == sum(len(one.token_ids) for one in episodes[0])
+        np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("per_step", [1, 3, 16])

@@ -44,3 +44,5 @@ def test_any_split_into_calls_and_any_resume_gives_the_same_rows():
 def test_a_source_with_too_few_rows_for_a_step_is_refused():
     with pytest.raises(UserError, match="b has 3 usable rows, and a step may need 4 of them"):
         SourceOrder({"a": 40, "b": 3, "c": 3}, WEIGHTS, 0, PER_STEP)
+    for size, weights, per_step in ((4, WEIGHTS, 10), (3, (6, 2, 1), 9), (3, WEIGHTS, 6)):
+        SourceOrder({"a": 40, "b": size, "c": 3}, weights, 0, per_step)

@@ -31,22 +31,22 @@ def test_the_teacher_reads_the_columns_and_the_student_its_own_prompt(tmp_path):
     assert prompts.teacher_prompt_lengths() == [7]
 
 
-@pytest.mark.parametrize(
-    ("template", "second", "words"),
-    [
-        ("{{ hint }}", {}, r"rows\.jsonl:2: no column 'hint'.*problem, answer.*; name one of"),
-        ("{{ hint }}", {"hint": None}, r"rows\.jsonl:2: .*null"),
-        ("{{ hint.real }}", {"hint": "4"}, r"rows\.jsonl:1: .*no attribute 'real'"),
-        ("{{ hint.__class__.mro() }}", {"hint": "4"}, "unsafe"),
-        ("{{ hint }}", {"hint": "$"}, r"rows\.jsonl:2: .*control token"),
-        ("{{ hint }}", {"hint": "\ud800"}, r"rows\.jsonl:2: .*half a character"),
-    ],
-)
-def test_a_row_that_cannot_be_rendered_is_named(tmp_path, template, second, words):
-    rows = [ROWS[0], {**ROWS[1], **second}]
-    with pytest.raises(DataError, match=words):
-        prompts_of(tmp_path / "rows.jsonl", rows, template)
-    assert len(prompts_of(tmp_path / "rows.jsonl", rows, "{{ problem }}")) == 2
+UNRENDERED = [
+    ("{{ hint }}", {}, r"rows\.jsonl:2: no column 'hint'.*problem, answer.*; name one of"),
+    ("{{ hint }}", {"hint": None}, r"rows\.jsonl:2: .*null"),
+    ("{{ hint.real }}", {"hint": "4"}, r"rows\.jsonl:1: .*no attribute 'real'"),
+    ("{{ hint.__class__.mro() }}", {"hint": "4"}, "unsafe"),
+    ("{{ hint }}", {"hint": "$"}, r"rows\.jsonl:2: .*control token"),
+    ("{{ hint }}", {"hint": "\ud800"}, r"rows\.jsonl:2: .*half a character"),
+]  # template, second, words
+
+
+def test_a_row_that_cannot_be_rendered_is_named(tmp_path):
+    for template, second, words in UNRENDERED:
+        rows = [ROWS[0], {**ROWS[1], **second}]
+        with pytest.raises(DataError, match=words):
+            prompts_of(tmp_path / "rows.jsonl", rows, template)
+        assert len(prompts_of(tmp_path / "rows.jsonl", rows, "{{ problem }}")) == 2
 
 
 def test_prompt_and_budget_must_fit_the_teachers_window(tmp_path):

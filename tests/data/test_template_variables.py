@@ -8,7 +8,7 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.template_variables import refuse_unread, template_variables
 from stable_opd_mcore.errors import DataError
 from tests.commands.check.directories import TEMPLATE, write_model
-from tests.real_data import real_data
+from tests.data.real_tokenizers import QWEN3, real_tokenizer
 
 
 def test_a_template_that_reads_the_clock_is_warned_of(tmp_path, caplog):
@@ -48,45 +48,30 @@ def test_an_argument_that_is_never_read_is_refused_with_those_that_are():
         refuse_unread({"a": 1}, None, "model")
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory):
-    """Qwen3's template over Qwen2.5's vocabulary."""
-    directory = tmp_path_factory.mktemp("qwen3")
-    source = real_data("tokenizers/Qwen2.5-Math-1.5B")
-    (directory / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    own = json.loads((source / "tokenizer_config.json").read_text())
-    template = json.loads((real_data("tokenizers/Qwen3") / "tokenizer_config.json").read_text())
-    own["chat_template"] = template["chat_template"]
-    (directory / "tokenizer_config.json").write_text(json.dumps(own))
-    return str(directory)
-
-
-def test_thinking_is_switched_off_for_training_and_on_for_evaluation(qwen3):
-    student = Tokenizer.load(qwen3, template_kwargs={"enable_thinking": False})
+def test_thinking_is_switched_off_for_training_and_on_for_evaluation():
+    student = real_tokenizer(QWEN3, enable_thinking=False)
     off = student.render_prompt("1+1?")
     assert off.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert student.with_template_kwargs(None) is student
     on = student.with_template_kwargs({"enable_thinking": True}).render_prompt("1+1?")
     assert on.endswith("<|im_start|>assistant\n")
     assert student.render_prompt("1+1?") == off
-    assert student.stop_token_ids == Tokenizer.load(qwen3).stop_token_ids
+    assert student.stop_token_ids == real_tokenizer(QWEN3).stop_token_ids
     with pytest.raises(DataError, match=r"never reads thinking .* reads enable_thinking, tools;"):
         student.with_template_kwargs({"thinking": False})
-    with pytest.raises(DataError, match="never reads thinking"):
-        Tokenizer.load(qwen3, template_kwargs={"thinking": False})
 
 
-def test_tools_of_the_arguments_are_those_of_prompts_without_any(qwen3):
+def test_tools_of_the_arguments_are_those_of_prompts_without_any():
     own, others = ({"type": "function", "function": {"name": name}} for name in ("add", "mul"))
-    student = Tokenizer.load(qwen3, template_kwargs={"tools": [own]})
+    student = real_tokenizer(QWEN3).with_template_kwargs({"tools": [own]})
     assert f"\n{json.dumps(own)}\n" in student.render_prompt("1+1?")
     assert student.render_prompt("1+1?", tools=[others]).count("function") == (
         student.render_prompt("1+1?").count("function")
     )
     assert '"add"' not in student.render_prompt("1+1?", tools=[others])
     assert student.with_template_kwargs({}).render_prompt("1+1?") == (
-        Tokenizer.load(qwen3).render_prompt("1+1?")
+        real_tokenizer(QWEN3).render_prompt("1+1?")
     )
     for wrong in ("add", {"name": "add"}, [own, "mul"], [{"function": {"name": 1}}]):
         with pytest.raises(DataError, match=r"tools of chat_template_kwargs is .* write \{type: f"):
-            Tokenizer.load(qwen3, template_kwargs={"tools": wrong})
+            student.with_template_kwargs({"tools": wrong})

@@ -17,46 +17,46 @@ NAMED = "<|channel|>commentary to=functions.f.g <|constrain|>json<|message|>"
 CALLS = " to=functions.add<|channel|>commentary json<|message|>"
 
 
-@pytest.mark.parametrize(
-    ("response", "in_thought", "thought", "answer"),
-    [
-        ("It is 2.", False, "", "It is 2."),
-        ("", False, "", ""),
-        ("<think>\nHm.\n</think>\n\nIt is 2.", False, "Hm.", "\n\nIt is 2."),
-        ("Hm.\n</think>\n\nIt is 2.", True, "Hm.", "\n\nIt is 2."),
-        ("a</think>b</think>c", False, "a</think>b", "c"),
-        ("\n<think>Hm.", False, "Hm.", None),
-        ("Hm. It is 2.", True, "Hm. It is 2.", None),
-        ("[THINK]Hm.[/THINK]It is 2.", False, "Hm.", "It is 2."),
-        ("[THINK]Hm.", False, "Hm.", None),
-        ("I <think> so.", False, "", "I <think> so."),
-        (f"{THINKS}Hm.{NEXT}{SAYS}It is 2.", False, "Hm.", "It is 2."),
-        (f"{SAYS}It is 2.", False, "", "It is 2."),
-        (f"{SAYS}It is 2.<|return|>", False, "", "It is 2."),
-        (f"{THINKS}Hm.", False, "Hm.", None),
-        (f"{THINKS}Hm.{NEXT}<|channel|>fin", False, "Hm.", None),
-        (f"{THINKS}a{NEXT}{THINKS}b{NEXT}{SAYS}2", False, "a\nb", "2"),
-        (f"Hm.{NEXT}{SAYS}It is 2.", True, "", "It is 2."),
-        (f"{SAYS}2{NEXT}{THINKS}or 3", False, "or 3", "2"),
-        (
-            f'{THINKS}Hm.{NEXT}{CALLS}{{"a": 1}}',
-            False,
-            "Hm.",
-            f'<|start|>assistant{CALLS}{{"a": 1}}',
-        ),
-        (
-            "<|channel|>commentary<|message|>I add.",
-            False,
-            "",
-            "<|channel|>commentary<|message|>I add.",
-        ),
-    ],
-)
-def test_a_response_is_a_thought_and_an_answer(response, in_thought, thought, answer):
-    said = split_thought(response, in_thought)
-    assert (said.thought, said.answer) == (thought, answer)
-    assert response[said.start :].startswith(answer or "")
-    assert (said.start == len(response)) or answer is not None
+RESPONSES = [
+    ("It is 2.", False, "", "It is 2."),
+    ("", False, "", ""),
+    ("<think>\nHm.\n</think>\n\nIt is 2.", False, "Hm.", "\n\nIt is 2."),
+    ("Hm.\n</think>\n\nIt is 2.", True, "Hm.", "\n\nIt is 2."),
+    ("a</think>b</think>c", False, "a</think>b", "c"),
+    ("\n<think>Hm.", False, "Hm.", None),
+    ("Hm. It is 2.", True, "Hm. It is 2.", None),
+    ("[THINK]Hm.[/THINK]It is 2.", False, "Hm.", "It is 2."),
+    ("[THINK]Hm.", False, "Hm.", None),
+    ("I <think> so.", False, "", "I <think> so."),
+    (f"{THINKS}Hm.{NEXT}{SAYS}It is 2.", False, "Hm.", "It is 2."),
+    (f"{SAYS}It is 2.", False, "", "It is 2."),
+    (f"{SAYS}It is 2.<|return|>", False, "", "It is 2."),
+    (f"{THINKS}Hm.", False, "Hm.", None),
+    (f"{THINKS}Hm.{NEXT}<|channel|>fin", False, "Hm.", None),
+    (f"{THINKS}a{NEXT}{THINKS}b{NEXT}{SAYS}2", False, "a\nb", "2"),
+    (f"Hm.{NEXT}{SAYS}It is 2.", True, "", "It is 2."),
+    (f"{SAYS}2{NEXT}{THINKS}or 3", False, "or 3", "2"),
+    (
+        f'{THINKS}Hm.{NEXT}{CALLS}{{"a": 1}}',
+        False,
+        "Hm.",
+        f'<|start|>assistant{CALLS}{{"a": 1}}',
+    ),
+    (
+        "<|channel|>commentary<|message|>I add.",
+        False,
+        "",
+        "<|channel|>commentary<|message|>I add.",
+    ),
+]  # response, in_thought, thought, answer
+
+
+def test_a_response_is_a_thought_and_an_answer():
+    for response, in_thought, thought, answer in RESPONSES:
+        said = split_thought(response, in_thought)
+        assert (said.thought, said.answer) == (thought, answer)
+        assert response[said.start :].startswith(answer or "")
+        assert (said.start == len(response)) or answer is not None
 
 
 def test_parts_of_channels_are_a_message():

@@ -31,28 +31,30 @@ def test_numbers_have_four_digits_and_are_finite(tmp_path):
     assert read_tokens(tmp_path / "t.jsonl")[0].values == {"advantage": [0.1235, None, None]}
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("{", "not valid JSON"),
-        ("[]", "a JSON list, not an object"),
-        ('{"prompt_id": 1}', "column prompt_id is 1: Input should be a valid string"),
-        ('{"prompt_id": "a", "sample_index": 0, "golden": 1}', "column golden is 1: Input"),
-        ('{"prompt_id": "a", "sample_index": 0, "pieces": 3}', "column pieces is 3: Input"),
-        ('{"prompt_id": "a", "sample_index": 0, "pieces": [3]}', r"column pieces\[0\] is 3: Input"),
-        (
-            '{"prompt_id": "a", "sample_index": 0, "pieces": ["b"], "advantage": [1, 2]}',
-            "column advantage has 2 numbers for 1 pieces",
-        ),
-        (
-            '{"prompt_id": "a", "sample_index": 0, "pieces": ["b"], "kl_teacher": [1e999]}',
-            r"column kl_teacher\[0\] is inf: Input should be a finite number",
-        ),
-    ],
-)
-def test_malformed_rows_are_named(tmp_path, row, message):
-    write_tokens(tmp_path / "t.jsonl", [ONE])
-    with (tmp_path / "t.jsonl").open("a") as file:
-        file.write(row + "\n")
-    with pytest.raises(DataError, match=rf"t\.jsonl, line 2: {message}"):
-        read_tokens(tmp_path / "t.jsonl")
+MALFORMED = [
+    ("{", "not valid JSON"),
+    ("[]", "a JSON list, not an object"),
+    ('{"prompt_id": 1}', "column prompt_id is 1: Input should be a valid string"),
+    ('{"prompt_id": "a", "sample_index": 0, "golden": 1}', "column golden is 1: Input"),
+    ('{"prompt_id": "a", "sample_index": 0, "pieces": 3}', "column pieces is 3: Input"),
+    ('{"prompt_id": "a", "sample_index": 0, "pieces": [3]}', r"column pieces\[0\] is 3: Input"),
+    (
+        '{"prompt_id": "a", "sample_index": 0, "pieces": ["b"], "advantage": [1, 2]}',
+        "column advantage has 2 numbers for 1 pieces",
+    ),
+    (
+        '{"prompt_id": "a", "sample_index": 0, "pieces": ["b"], "kl_teacher": [1e999]}',
+        r"column kl_teacher\[0\] is inf: Input should be a finite number",
+    ),
+]  # row, message
+
+
+def test_malformed_rows_are_named(tmp_path):
+    for row, message in MALFORMED:
+        write_tokens(tmp_path / "t.jsonl", [ONE])
+        with (tmp_path / "t.jsonl").open("a") as file:
+            file.write(row + "\n")
+        with pytest.raises(DataError, match=rf"t\.jsonl, line 2: {message}"):
+            read_tokens(tmp_path / "t.jsonl")
+        write_tokens(tmp_path / "t.jsonl", [ONE])  # restored
+        assert len(read_tokens(tmp_path / "t.jsonl")) == 1

@@ -23,31 +23,31 @@ def rest(*all): ...
 """
 
 
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        ("own.py", "'own.py': expected path/to/file.py:function"),
-        ("own.txt:f", "expected path/to/file.py:function"),
-        ("own.py:f()", "expected path/to/file.py:function"),
-        ("absent.py:f", "absent.py: No such file.*relative to the working directory, /"),
-        ("broken.py:f", "broken.py: importing it fails: SyntaxError: .*line 1"),
-        ("ends.py:f", "ends.py: importing it fails: SystemExit: 0"),
-        ("own.py:g", r"no function g at its top level; expected def g\(a, b\)"),
-        ("own.py:annotations", "no function annotations"),
-        ("own.py:narrow", r"narrow\(a\) cannot be called: too many .*; expected def narrow\(a, b"),
-        ("own.py:wide", r"wide\(a, b, c\) cannot be called: missing a required argument: 'c'"),
-        ("own.py:keyword", "keyword.* cannot be called: missing a required"),
-    ],
-)
-def test_what_is_no_fitting_function_is_refused(tmp_path, monkeypatch, named, message):
+UNFIT = [
+    ("own.py", "'own.py': expected path/to/file.py:function"),
+    ("own.txt:f", "expected path/to/file.py:function"),
+    ("own.py:f()", "expected path/to/file.py:function"),
+    ("absent.py:f", "absent.py: No such file.*relative to the working directory, /"),
+    ("broken.py:f", "broken.py: importing it fails: SyntaxError: .*line 1"),
+    ("ends.py:f", "ends.py: importing it fails: SystemExit: 0"),
+    ("own.py:g", r"no function g at its top level; expected def g\(a, b\)"),
+    ("own.py:annotations", "no function annotations"),
+    ("own.py:narrow", r"narrow\(a\) cannot be called: too many .*; expected def narrow\(a, b"),
+    ("own.py:wide", r"wide\(a, b, c\) cannot be called: missing a required argument: 'c'"),
+    ("own.py:keyword", "keyword.* cannot be called: missing a required"),
+]  # named, message
+
+
+def test_what_is_no_fitting_function_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("own.py").write_text(GOOD)
-    Path("broken.py").write_text("def f(:")
-    Path("ends.py").write_text("def f(a, b): ...\nraise SystemExit(0)")
-    with pytest.raises(ConfigError, match=message):
-        read_user_function(named, ("a", "b"))
-    Path(named.partition(":")[0]).with_suffix(".py").write_text("def f(a, b): ...")
-    read_user_function(f"{named.partition('.')[0]}.py:f", ("a", "b"))
+    for named, message in UNFIT:
+        Path("own.py").write_text(GOOD)
+        Path("broken.py").write_text("def f(:")
+        Path("ends.py").write_text("def f(a, b): ...\nraise SystemExit(0)")
+        with pytest.raises(ConfigError, match=message):
+            read_user_function(named, ("a", "b"))
+        Path(named.partition(":")[0]).with_suffix(".py").write_text("def f(a, b): ...")
+        read_user_function(f"{named.partition('.')[0]}.py:f", ("a", "b"))
 
 
 FILES = {

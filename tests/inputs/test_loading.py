@@ -13,13 +13,14 @@ from stable_opd_mcore.inputs.loading import (
     load_sources,
     load_teacher_tokenizer,
     load_tokenizer,
+    named_teacher_stops,
     refuse_prefixes_of_delta_nets,
     refuse_routing_without_experts,
     refuse_small_vocabulary,
     refuse_unused_expert_ranks,
     teacher_stop_ids,
 )
-from tests.commands.check.directories import write_model
+from tests.commands.check.directories import TEMPLATE, write_model
 from tests.hub_server import COMMIT, hub_server, use_hub
 from tests.models import tiny
 from tests.train.runs import tiny_architecture, tiny_config
@@ -82,6 +83,25 @@ def test_a_path_that_is_no_model_directory_is_refused_with_what_is_expected(tmp_
         expected = rf"teacher\.path=\S+ {what}; expected a model directory .*teacher\.revision"
         with pytest.raises(UserError, match=expected):
             with_downloads(tiny_config(tmp_path, "run", teacher=teacher))
+    (tmp_path / "config.json").write_text("{}")
+    assert with_downloads(tiny_config(tmp_path, "run", teacher=teacher))
+
+
+def test_another_chat_template_of_a_teacher_does_not_write_its_own_prompts(tmp_path):
+    paths = [write_model(tmp_path / "a"), write_model(tmp_path / "b", template=TEMPLATE + "!")]
+    same, other = ({"path": path, "architecture": None} for path in paths)
+
+    def stops(**more):
+        sources = [{"path": "synthetic:arithmetic", "name": name} for name in ("a", "b")]
+        sections = {"teacher": same | {"models": {"other": other}} | more}
+        sections["data"] = {"train": [sources[0] | {"teacher": "other"}, sources[1]]}
+        config = tiny_config(tmp_path, "run", tokenizer={"path": paths[0]}, **sections)
+        tokenizer = load_tokenizer(config)
+        return named_teacher_stops(config, tokenizer, tokenizer)
+
+    with pytest.raises(UserError, match=r"models\.other has another .*: drop teacher\.prompt, or"):
+        stops(prompt="{{ problem }}")
+    assert stops() == {"other": (258, 256)}
 
 
 def test_a_hub_id_needs_its_commit(tmp_path):
@@ -122,6 +142,8 @@ def test_expert_ranks_without_experts_are_refused(tmp_path):
     config = tiny_config(tmp_path, "run", parallel={"expert": 2})
     with pytest.raises(UserError, match=r"parallel.expert=2: qwen2 and qwen2 have no experts"):
         refuse_unused_expert_ranks(config, configured_architecture(config.student))
+    alone = config.replaced(parallel={"expert": 1})
+    refuse_unused_expert_ranks(alone, configured_architecture(config.student))
     mixture = {"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 1}
     teacher = tiny_architecture(32, 2, moe_intermediate_size=8, **mixture)
     taught = tiny_config(tmp_path, "run", parallel={"expert": 2}, teacher={"architecture": teacher})
@@ -134,6 +156,8 @@ def test_replaying_a_routing_that_does_not_exist_is_refused(tmp_path):
     message = r"rollout.routing_replay=true: the student \(qwen2\) has no experts"
     with pytest.raises(UserError, match=message):
         refuse_routing_without_experts(config, configured_architecture(config.student))
+    without = config.replaced(rollout={"routing_replay": False})
+    refuse_routing_without_experts(without, configured_architecture(config.student))
 
 
 def test_prefixes_of_a_delta_net_are_not_shared(tmp_path):

@@ -110,57 +110,57 @@ def test_settings_of_the_reference_need_its_kl(changes):
         build_objective(make_config(**changes), (1,), (2,))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"objective__name": "opdd"}, "expected one of sft, grpo, opd"),
-        ({"teacher": None}, "^objective.name=opd needs a teacher: set teacher.path$"),
-        ({"objective__name": "grpo", "objective__discount": 0.5}, "objective.discount=0.5 would"),
-        ({"objective__name": "lsm", "objective__advantage__clamp": 0.5}, "advantage.clamp=0.5 wo"),
-        ({"objective__on_policy_fraction": 0.5}, "opd has no use for it"),
-        (
-            {"objective__name": "sft", "aggregation": "token_mean"},
-            "^aggregation=token_mean would have no effect: objective.name=sft has no rollouts; d",
-        ),
-        ({"objective__name": "sft", "mixture__lambda": 0.1}, "mixture.lambda=0.1 would"),
-        (
-            {"objective__name": "sft", "rollout__max_staleness": 3},
-            "^rollout.max_staleness=3 would have no effect: objective.name=sft has no rollouts; d",
-        ),
-        ({"optimizer__min_lr": 1e-7}, "it needs optimizer.schedule=linear or cosine; drop it$"),
-        (
-            {"objective__clip": 0.1},
-            "it needs train.minibatches > 1, or rollout.max_staleness > 0 without rollout."
-            "importance_correction: the ratio is 1 otherwise; drop it",
-        ),
-        (
-            {
-                "objective__advantage__policy": "present",
-                "rollout__max_staleness": 1,
-                "rollout__importance_correction": "masked",
-            },
-            "advantage.policy=present would have no effect: it needs train.minibatches > 1, or",
-        ),
-        (
-            {"objective__advantage__policy": "present", "objective__name": "gkd"},
-            "gkd has no use for it",
-        ),
-        ({"objective__jsd_beta": 0.3, "objective__name": "gkd"}, "it needs objective.divergence=j"),
-        ({"rollout__importance_threshold": 3.0}, "it needs rollout.importance_correction; drop it"),
-        ({"rollout__sglang__lora": "merged"}, "it needs student.lora; drop it"),
-        ({"kl__estimator": "k3"}, "kl.estimator=k3 would have no effect: it needs kl"),
-        ({"kl__beta": 0.1, "reference__decay": 0.9}, "it needs reference.update=ema"),
-        ({"kl__beta": 0.1, "reference__every": 7}, "it needs reference.update=every"),
-    ],
-)
-def test_settings_without_effect_are_refused_and_may_be_dropped(changes, message):
+WITHOUT_EFFECT = [
+    ({"objective__name": "opdd"}, "expected one of sft, grpo, opd"),
+    ({"teacher": None}, "^objective.name=opd needs a teacher: set teacher.path$"),
+    ({"objective__name": "grpo", "objective__discount": 0.5}, "objective.discount=0.5 would"),
+    ({"objective__name": "lsm", "objective__advantage__clamp": 0.5}, "advantage.clamp=0.5 wo"),
+    ({"objective__on_policy_fraction": 0.5}, "opd has no use for it"),
+    (
+        {"objective__name": "sft", "aggregation": "token_mean"},
+        "^aggregation=token_mean would have no effect: objective.name=sft has no rollouts; d",
+    ),
+    ({"objective__name": "sft", "mixture__lambda": 0.1}, "mixture.lambda=0.1 would"),
+    (
+        {"objective__name": "sft", "rollout__max_staleness": 3},
+        "^rollout.max_staleness=3 would have no effect: objective.name=sft has no rollouts; d",
+    ),
+    ({"optimizer__min_lr": 1e-7}, "it needs optimizer.schedule=linear or cosine; drop it$"),
+    (
+        {"objective__clip": 0.1},
+        "it needs train.minibatches > 1, or rollout.max_staleness > 0 without rollout."
+        "importance_correction: the ratio is 1 otherwise; drop it",
+    ),
+    (
+        {
+            "objective__advantage__policy": "present",
+            "rollout__max_staleness": 1,
+            "rollout__importance_correction": "masked",
+        },
+        "advantage.policy=present would have no effect: it needs train.minibatches > 1, or",
+    ),
+    (
+        {"objective__advantage__policy": "present", "objective__name": "gkd"},
+        "gkd has no use for it",
+    ),
+    ({"objective__jsd_beta": 0.3, "objective__name": "gkd"}, "it needs objective.divergence=j"),
+    ({"rollout__importance_threshold": 3.0}, "it needs rollout.importance_correction; drop it"),
+    ({"rollout__sglang__lora": "merged"}, "it needs student.lora; drop it"),
+    ({"kl__estimator": "k3"}, "kl.estimator=k3 would have no effect: it needs kl"),
+    ({"kl__beta": 0.1, "reference__decay": 0.9}, "it needs reference.update=ema"),
+    ({"kl__beta": 0.1, "reference__every": 7}, "it needs reference.update=every"),
+]  # changes, message
+
+
+def test_settings_without_effect_are_refused_and_may_be_dropped():
     """Also a name that no objective has, and one without its teacher: both have a default here."""
-    with pytest.raises(ConfigError, match=message) as found:
-        build_objective(make_config(**changes), (1,), (1,))
-    named = str(found.value).partition("=")[0].replace(".", "__")
-    refused = named if named in changes else "teacher"
-    kept = {key: value for key, value in changes.items() if key != refused}
-    build_objective(make_config(**kept), (1,), (1,))
+    for changes, message in WITHOUT_EFFECT:
+        with pytest.raises(ConfigError, match=message) as found:
+            build_objective(make_config(**changes), (1,), (1,))
+        named = str(found.value).partition("=")[0].replace(".", "__")
+        refused = named if named in changes else "teacher"
+        kept = {key: value for key, value in changes.items() if key != refused}
+        build_objective(make_config(**kept), (1,), (1,))
 
 
 @pytest.mark.parametrize(

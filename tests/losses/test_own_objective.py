@@ -69,33 +69,36 @@ def test_the_example_of_an_objective_equals_its_definition():
     assert float(run_fused(case).pg) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1 / 0\ndef own(rows, settings): ...", "importing it fails: ZeroDivisionError"),
-        (
-            "def own(rows, settings): return -rows.teacher_logprob * rows.logprob",
-            r"own.py: own fails on a trial of 4 rows: TypeError.* NEEDS of the file names: none",
-        ),
-        ("def own(rows, settings): return rows.logprob.sum()", r"returns torch.Size\(\[\]\), exp"),
-        ("def own(rows, settings): return 1.0", "returns float, expected a tensor of shape"),
-        ("def own(rows, settings): return rows.old_logprob", "finite numbers with a gradient"),
-        ("def own(rows, settings): return rows.logprob / 0", "expected finite numbers"),
-        (
-            "NEEDS = ('logits',)\ndef own(rows, settings): ...",
-            "NEEDS is logits; set it to a tuple of",
-        ),
-        ("NEEDS = len\ndef own(rows, settings): ...", "NEEDS is .*len.*; set it to a tuple"),
-        (
-            "NEEDS = 'support', 'divergence'\ndef own(rows, settings): ...",
-            "support and divergence at most one",
-        ),
-        ("def own(rows): ...", r"expected def own\(rows, settings\)"),
-    ],
-)
-def test_an_objective_that_cannot_work_is_refused_before_any_model(tmp_path, text, message):
-    with pytest.raises(ConfigError, match=message):
-        build_objective(make_config(**own(tmp_path, text)), (1,), (2,))
+CANNOT_WORK = [
+    ("1 / 0\ndef own(rows, settings): ...", "importing it fails: ZeroDivisionError"),
+    (
+        "def own(rows, settings): return -rows.teacher_logprob * rows.logprob",
+        r"own.py: own fails on a trial of 4 rows: TypeError.* NEEDS of the file names: none",
+    ),
+    ("def own(rows, settings): return rows.logprob.sum()", r"returns torch.Size\(\[\]\), exp"),
+    ("def own(rows, settings): return 1.0", "returns float, expected a tensor of shape"),
+    ("def own(rows, settings): return rows.old_logprob", "finite numbers with a gradient"),
+    ("def own(rows, settings): return rows.logprob / 0", "expected finite numbers"),
+    (
+        "NEEDS = ('logits',)\ndef own(rows, settings): ...",
+        "NEEDS is logits; set it to a tuple of",
+    ),
+    ("NEEDS = len\ndef own(rows, settings): ...", "NEEDS is .*len.*; set it to a tuple"),
+    (
+        "NEEDS = 'support', 'divergence'\ndef own(rows, settings): ...",
+        "support and divergence at most one",
+    ),
+    ("def own(rows): ...", r"expected def own\(rows, settings\)"),
+]  # text, message
+
+
+def test_an_objective_that_cannot_work_is_refused_before_any_model(tmp_path):
+    for text, message in CANNOT_WORK:
+        with pytest.raises(ConfigError, match=message):
+            build_objective(make_config(**own(tmp_path, text)), (1,), (2,))
+        if "names: none" in message:
+            named = own(tmp_path, f"NEEDS = ('teacher_logprob',)\n{text}")
+            assert build_objective(make_config(**named), (1,), (2,))
 
 
 def test_settings_that_an_own_objective_has_no_use_for_are_refused(tmp_path):

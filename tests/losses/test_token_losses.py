@@ -106,27 +106,27 @@ def test_an_advantage_is_a_constant_and_zero_on_masked_tokens():
 P, Q = 0.5, 0.2  # the sampled token's, by student and teacher
 
 
-@pytest.mark.parametrize(
-    ("old", "advantage", "expected"),
-    [
-        (P, {}, -math.log(Q / P)),
-        (0.25, {}, -2 * math.log(Q / 0.25)),  # ratio 2, and A < 0: not clipped
-        (0.16, {}, -1.2 * math.log(Q / 0.16)),  # ratio 3.125, and A > 0: clipped at 1.2
-        (0.25, {"policy": "present"}, -2 * math.log(Q / P)),
-        (0.25, {"policy": "present", "power": 0.5}, 2 * (math.sqrt(P) - math.sqrt(Q))),
-        (P, {"power": 0.5}, math.sqrt(P) - math.sqrt(Q)),
-        (P, {"log": True}, math.log(1 + math.log(P / Q))),
-        (P, {"log": True, "clamp": 0.5}, 0.5),
-        (P, {"clamp": 0.5}, 0.5),
-        (P, {"clamp": 0.5, "control_variate": True}, 0.5 - 0.3),  # added after clamping
-    ],
-)
-def test_opd_of_one_token(old, advantage, expected):
-    rows = rows_of(of(math.log(P)), old_logprob=of(math.log(old)), kl_teacher=of(0.3))
-    rows = replace(rows, teacher_logprob=of(math.log(Q)))
-    assert opd(rows, settings_of(advantage=advantage)).loss.item() == pytest.approx(expected)
-    returned = opd(replace(rows, returns=of(7.0)), settings_of(advantage=advantage)).advantage
-    assert returned.item() == pytest.approx(7 + 0.3 * ("control_variate" in advantage))
+OF_ONE_TOKEN = [
+    (P, {}, -math.log(Q / P)),
+    (0.25, {}, -2 * math.log(Q / 0.25)),  # ratio 2, and A < 0: not clipped
+    (0.16, {}, -1.2 * math.log(Q / 0.16)),  # ratio 3.125, and A > 0: clipped at 1.2
+    (0.25, {"policy": "present"}, -2 * math.log(Q / P)),
+    (0.25, {"policy": "present", "power": 0.5}, 2 * (math.sqrt(P) - math.sqrt(Q))),
+    (P, {"power": 0.5}, math.sqrt(P) - math.sqrt(Q)),
+    (P, {"log": True}, math.log(1 + math.log(P / Q))),
+    (P, {"log": True, "clamp": 0.5}, 0.5),
+    (P, {"clamp": 0.5}, 0.5),
+    (P, {"clamp": 0.5, "control_variate": True}, 0.5 - 0.3),  # added after clamping
+]  # old, advantage, expected
+
+
+def test_opd_of_one_token():
+    for old, advantage, expected in OF_ONE_TOKEN:
+        rows = rows_of(of(math.log(P)), old_logprob=of(math.log(old)), kl_teacher=of(0.3))
+        rows = replace(rows, teacher_logprob=of(math.log(Q)))
+        assert opd(rows, settings_of(advantage=advantage)).loss.item() == pytest.approx(expected)
+        returned = opd(replace(rows, returns=of(7.0)), settings_of(advantage=advantage)).advantage
+        assert returned.item() == pytest.approx(7 + 0.3 * ("control_variate" in advantage))
 
 
 @pytest.mark.parametrize("policy", ["rollout", "present"])

@@ -243,6 +243,8 @@ def test_unknown_names_and_stages_without_factors_are_refused(world: World, monk
     monkeypatch.setattr(chunks[0].pg_collection, "pp", SimpleNamespace(size=lambda: 4))
     with pytest.raises(UserError, match=r"no layer of pipeline stage 0 has such a matrix"):
         adapt(chunks, LoraConfig(matrices=("q_proj", "self_attn.o_proj")))
+    monkeypatch.undo()  # one stage
+    adapt(chunks, LoraConfig(matrices=("q_proj", "self_attn.o_proj")))
 
 
 def test_a_matrix_of_another_kind_is_refused(world: World, monkeypatch) -> None:

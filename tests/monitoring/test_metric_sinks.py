@@ -68,25 +68,29 @@ def test_values_that_are_not_finite_are_null_and_named(tmp_path, caplog):
     assert "step 4: grad_norm is nan, loss/kl is -inf" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"step": 0}\n{"loss/total": 1}\n', "line 2: column step is missing"),
-        ('{"step": 0}\n[]\n', "line 2: .*valid dictionary"),
-        ('{"step": 0, "loss/total": "low"}\n', "line 1: column loss/total is 'low': .*number"),
-        ('{"step": 0, "loss/total": 1e999}\n', "line 1: column loss/total is inf: .*finite number"),
-        ('{"step": -1}\n', "line 1: column step is -1"),
-        ('{"event": 5, "after_step": 1}\n', "line 1: column event is 5"),
-        ('{"event": "guard"}\n', "line 1: column after_step is missing"),
-        ('{"step": 1}\n{"step": 1}\n', "line 2: step 1 after step 1"),
-        ('{"step": 0}\n{"step"\n{"step": 2}\n', "line 2: not JSON"),
-        ("", "no rows"),
-    ],
-)
-def test_malformed_metrics_are_named(tmp_path, text, message):
-    (tmp_path / "m.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=rf"m.jsonl.*{message}"):
-        read_metrics(tmp_path / "m.jsonl")
+MALFORMED = [
+    ('{"step": 0}\n{"loss/total": 1}\n', "line 2: column step is missing"),
+    ('{"step": 0}\n[]\n', "line 2: .*valid dictionary"),
+    ('{"step": 0, "loss/total": "low"}\n', "line 1: column loss/total is 'low': .*number"),
+    ('{"step": 0, "loss/total": 1e999}\n', "line 1: column loss/total is inf: .*finite number"),
+    ('{"step": -1}\n', "line 1: column step is -1"),
+    ('{"event": 5, "after_step": 1}\n', "line 1: column event is 5"),
+    ('{"event": "guard"}\n', "line 1: column after_step is missing"),
+    ('{"step": 1}\n{"step": 1}\n', "line 2: step 1 after step 1; remove the line"),
+    ('{"step": 0}\n{"step"\n{"step": 2}\n', "line 2: not JSON .*; remove the line"),
+    ("", "no rows"),
+]  # text, message
+
+
+def test_malformed_metrics_are_named(tmp_path):
+    for text, message in MALFORMED:
+        (tmp_path / "m.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=rf"m.jsonl.*{message}"):
+            read_metrics(tmp_path / "m.jsonl")
+        if "remove the line" in message:
+            lines = text.splitlines(keepends=True)
+            (tmp_path / "m.jsonl").write_text("".join([lines[0], *lines[2:]]))
+            assert read_metrics(tmp_path / "m.jsonl")
 
 
 def test_an_unlisted_metric_is_refused_before_anything_is_written(tmp_path):

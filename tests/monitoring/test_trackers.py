@@ -5,6 +5,7 @@ them their tests are skipped. CI does not install them.
 """
 
 import importlib.util
+import json
 import sys
 import time
 
@@ -56,6 +57,10 @@ def test_a_missing_package_is_refused_with_its_remedy(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=rf"the {package} package.*\[trackers\]', or set {off}"):
         MetricSinks(tmp_path, config(monitoring={"tensorboard": False, **settings}), first_step=0)
+    key, _, value = off.removeprefix("monitoring.").partition("=")
+    without = config(monitoring={"tensorboard": False, key: json.loads(value)})
+    with MetricSinks(tmp_path, without, first_step=0):
+        pass
 
 
 @pytest.mark.skipif(not HAS_WANDB, reason="needs wandb")

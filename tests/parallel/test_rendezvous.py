@@ -44,30 +44,31 @@ def _port() -> int:
     return int(os.environ["MASTER_PORT"])
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"MASTER_PORT": ""}, "MASTER_PORT='' of the launcher; expected a number from 1 to 65535"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000' .* from 1 to 65535"),
-        ({"RANK": "x"}, "RANK='x' .* from 0 to 2: start with torchrun or a script"),
-        ({"RANK": "3"}, "RANK='3' .* from 0 to 2"),
-        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two' .* from 1 to 3"),
-        ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE='' .* from 1 to 3"),
-        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' .* from 1 to 3"),
-        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE='8' .* from 1 to 3"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR='' .* address of rank 0's machine"),
-        (
-            {"MASTER_ADDR": "nowhere.invalid"},
-            "MASTER_ADDR='nowhere.invalid' .* address of rank 0's machine",
-        ),
-    ],
-)
-def test_unusable_variables_of_a_launcher_are_refused(launched, variables, message) -> None:
-    for name, value in variables.items():
-        launched.setenv(name, value)
-    with pytest.raises(UserError, match=message):
-        start_world(ParallelConfig(), seed=0)
-    assert not dist.is_initialized()
+UNUSABLE = [
+    ({"MASTER_PORT": ""}, "MASTER_PORT='' of the launcher; expected a number from 1 to 65535"),
+    ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000' .* from 1 to 65535"),
+    ({"RANK": "x"}, "RANK='x' .* from 0 to 2: start with torchrun or a script"),
+    ({"RANK": "3"}, "RANK='3' .* from 0 to 2"),
+    ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two' .* from 1 to 3"),
+    ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE='' .* from 1 to 3"),
+    ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' .* from 1 to 3"),
+    ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE='8' .* from 1 to 3"),
+    ({"MASTER_ADDR": ""}, "MASTER_ADDR='' .* address of rank 0's machine"),
+    (
+        {"MASTER_ADDR": "nowhere.invalid"},
+        "MASTER_ADDR='nowhere.invalid' .* address of rank 0's machine",
+    ),
+]  # variables, message
+
+
+def test_unusable_variables_of_a_launcher_are_refused(launched) -> None:
+    for variables, message in UNUSABLE:
+        with launched.context() as patched:
+            for name, value in variables.items():
+                patched.setenv(name, value)
+            with pytest.raises(UserError, match=message):
+                start_world(ParallelConfig(), seed=0)
+        assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(

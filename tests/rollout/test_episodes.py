@@ -146,31 +146,31 @@ def test_an_episode_that_its_environment_forgot_begins_anew():
     assert (episode.turns, episode.context.tolist(), len(episode.token_ids)) == ((), [1, 2], 0)
 
 
-@pytest.mark.parametrize(
-    ("own", "horizon", "finished", "limit"),
-    [
-        (None, (2, 10), 0, 4),  # Sampling's, which has the step's horizon already
-        (20, None, 0, 20),
-        (20, (2, 10), 0, 2),
-        (20, (2, 10), 5, 11),
-        (20, (2, 10), 30, 20),
-        (20, (2, 10), None, 20),  # held out
-        (3, (5, 10), 0, 3),  # a turn that is shorter than the first horizon
-    ],
-)
-def test_a_turn_with_its_own_most_tokens_follows_the_horizon(own, horizon, finished, limit):
-    prompt = Prompt("a", "", (1, 2), environment="", max_new_tokens=own)
-    sampling = Sampling(max_new_tokens=4, training_step=finished, horizon=horizon)
-    assert Episode.begin(prompt, 0, 0).limit(sampling) == limit
+HORIZONS = [
+    (None, (2, 10), 0, 4),  # Sampling's, which has the step's horizon already
+    (20, None, 0, 20),
+    (20, (2, 10), 0, 2),
+    (20, (2, 10), 5, 11),
+    (20, (2, 10), 30, 20),
+    (20, (2, 10), None, 20),  # held out
+    (3, (5, 10), 0, 3),  # a turn that is shorter than the first horizon
+]  # own, horizon, finished, limit
 
 
-@pytest.mark.parametrize(("observed", "budget"), [(1, 4), (3, 4), (4, 3), (6, 1)])
-def test_a_turn_gets_its_limit_or_what_the_window_has_left(observed, budget):
+def test_a_turn_with_its_own_most_tokens_follows_the_horizon():
+    for own, horizon, finished, limit in HORIZONS:
+        prompt = Prompt("a", "", (1, 2), environment="", max_new_tokens=own)
+        sampling = Sampling(max_new_tokens=4, training_step=finished, horizon=horizon)
+        assert Episode.begin(prompt, 0, 0).limit(sampling) == limit
+
+
+def test_a_turn_gets_its_limit_or_what_the_window_has_left():
     assert BEGUN.budget(SAMPLING, WINDOW) == 4
     first = drawn(BEGUN, 5, 5, reason="open")
     assert first.budget(SAMPLING, WINDOW) == 2
-    second = drawn(first, 9).after(Observed((6,) * observed))
-    assert second.budget(SAMPLING, WINDOW) == budget
-    if budget > 1:
-        longer = drawn(second, 5, reason="open")
-        assert longer.budget(SAMPLING, WINDOW) == budget - 1
+    for observed, budget in ((1, 4), (3, 4), (4, 3), (6, 1)):
+        second = drawn(first, 9).after(Observed((6,) * observed))
+        assert second.budget(SAMPLING, WINDOW) == budget
+        if budget > 1:
+            longer = drawn(second, 5, reason="open")
+            assert longer.budget(SAMPLING, WINDOW) == budget - 1

@@ -26,48 +26,48 @@ def response_of(finish: Any, *ids: Any, **meta: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("finish", "ids", "read"),
-    [
-        ("length", [2, 3, 5], "length"),
-        ("stop", [2, 9], "stop"),
-        ("length", [2, 3, 9], "stop"),  # its last token may be a stop token
-        ("abort", [2], "open"),
-        ("abort", [], "open"),
-        ("abort", [2, 3, 5], "length"),  # aborted while its last token was sampled
-    ],
-)
-def test_a_response_is_read_into_arrays(finish, ids, read):
-    completion = read_completion(response_of(finish, *ids), REQUEST)
-    assert completion.token_ids.tolist() == ids
-    assert completion.logprobs.tolist() == [-0.5] * len(ids)
-    assert completion.token_ids.flags.writeable
-    assert completion.logprobs.flags.writeable
-    assert (completion.finish_reason, completion.weight_versions) == (read, ("7",))
+ENDED = [
+    ("length", [2, 3, 5], "length"),
+    ("stop", [2, 9], "stop"),
+    ("length", [2, 3, 9], "stop"),  # its last token may be a stop token
+    ("abort", [2], "open"),
+    ("abort", [], "open"),
+    ("abort", [2, 3, 5], "length"),  # aborted while its last token was sampled
+]  # finish, ids, read
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        {},
-        response_of("stop", 2, 3),
-        response_of("length", 2),
-        response_of("length"),
-        response_of("length", 2, 3, 10),
-        response_of("length", 2, 3, 2**70),
-        response_of("length", 2, 3, 4.0),
-        response_of("length", 2, 3, [4]),
-        response_of("whatever", 2),
-        response_of("abort", 2, output_token_logprobs=[[-0.5, 3, None]]),
-        response_of("abort", 2, output_token_logprobs=[[None, 2, None]]),
-        response_of("abort", 2, output_token_logprobs=[[0.5, 2, None]]),
-        response_of("abort", 2, output_token_logprobs=[[1e300, 2, None]]),
-        response_of("abort", 2, cached_tokens="many"),
-    ],
-)
-def test_a_response_that_does_not_fit_the_request_is_refused(response):
-    with pytest.raises(UNUSABLE):
-        read_completion(response, REQUEST)
+def test_a_response_is_read_into_arrays():
+    for finish, ids, read in ENDED:
+        completion = read_completion(response_of(finish, *ids), REQUEST)
+        assert completion.token_ids.tolist() == ids
+        assert completion.logprobs.tolist() == [-0.5] * len(ids)
+        assert completion.token_ids.flags.writeable
+        assert completion.logprobs.flags.writeable
+        assert (completion.finish_reason, completion.weight_versions) == (read, ("7",))
+
+
+UNFIT_RESPONSES = [
+    {},
+    response_of("stop", 2, 3),
+    response_of("length", 2),
+    response_of("length"),
+    response_of("length", 2, 3, 10),
+    response_of("length", 2, 3, 2**70),
+    response_of("length", 2, 3, 4.0),
+    response_of("length", 2, 3, [4]),
+    response_of("whatever", 2),
+    response_of("abort", 2, output_token_logprobs=[[-0.5, 3, None]]),
+    response_of("abort", 2, output_token_logprobs=[[None, 2, None]]),
+    response_of("abort", 2, output_token_logprobs=[[0.5, 2, None]]),
+    response_of("abort", 2, output_token_logprobs=[[1e300, 2, None]]),
+    response_of("abort", 2, cached_tokens="many"),
+]  # response
+
+
+def test_a_response_that_does_not_fit_the_request_is_refused():
+    for response in UNFIT_RESPONSES:
+        with pytest.raises(UNUSABLE):
+            read_completion(response, REQUEST)
 
 
 def test_experts_of_each_token_but_the_last_are_read():
@@ -111,27 +111,27 @@ def test_scores_are_read_from_lists_and_from_arrays(lists):
     assert all(array.flags.writeable for array in vars(scores).values())
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        {},
-        scores_of(2),
-        scores_of(3, **flat([[-0.5]], [[3]])),
-        scores_of(2, 3, **flat([[-0.5]], [[3]])),
-        *(
-            scores_of(2, input_top_logprobs=[None, [[-0.5, token, None]]])
-            for token in (5, -1, 2.5, 1e308)
-        ),
-        scores_of(2, input_top_logprobs=[None, []]),
-        scores_of(2, **flat([[-0.5, -0.5]], [[3, 3]])),
-        scores_of(2, **flat([[-0.5]], [[5]])),
-        scores_of(2, **flat([[float("nan")]], [[3]])),
-        scores_of(2, **flat([[-0.5]], [[3]]) | {"input_top_logprobs_val_flat_b64": "AAAA"}),
-    ],
-)
-def test_scores_that_do_not_fit_the_request_are_refused(reply):
-    with pytest.raises(UNUSABLE):
-        read_scores(reply, Scoring((1, 2), 1, 5, top_k=1))
+UNFIT_SCORES = [
+    {},
+    scores_of(2),
+    scores_of(3, **flat([[-0.5]], [[3]])),
+    scores_of(2, 3, **flat([[-0.5]], [[3]])),
+    *(
+        scores_of(2, input_top_logprobs=[None, [[-0.5, token, None]]])
+        for token in (5, -1, 2.5, 1e308)
+    ),
+    scores_of(2, input_top_logprobs=[None, []]),
+    scores_of(2, **flat([[-0.5, -0.5]], [[3, 3]])),
+    scores_of(2, **flat([[-0.5]], [[5]])),
+    scores_of(2, **flat([[float("nan")]], [[3]])),
+    scores_of(2, **flat([[-0.5]], [[3]]) | {"input_top_logprobs_val_flat_b64": "AAAA"}),
+]  # reply
+
+
+def test_scores_that_do_not_fit_the_request_are_refused():
+    for reply in UNFIT_SCORES:
+        with pytest.raises(UNUSABLE):
+            read_scores(reply, Scoring((1, 2), 1, 5, top_k=1))
 
 
 def test_a_status_is_a_failure_or_a_refusal():

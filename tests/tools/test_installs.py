@@ -20,25 +20,28 @@ def wheel(tag: str, pythons: str = "") -> File:
     return File(parse_tag(tag), SpecifierSet(pythons))
 
 
-@pytest.mark.parametrize(
-    ("files", "install", "faults"),
-    [
-        ([EVERYWHERE, SDIST], {}, ""),
-        ([SDIST], {}, "3.11, x86_64: a 1 has no wheel"),
-        ([SDIST], {"built": (("a", ""),)}, ""),
-        ([EVERYWHERE], {"built": (("a", "aarch64"),)}, "aarch64: a 1 has a wheel, and is in"),
-        ([wheel("py3-none-manylinux_2_34_aarch64.manylinux_2_34_x86_64")], {}, "a 1 has no wheel"),
-        ([wheel("py3-none-manylinux_2_34_aarch64.manylinux_2_34_x86_64")], {"glibc": 34}, ""),
-        ([wheel("cp311-abi3-manylinux1_x86_64")], {}, "3.14, aarch64: a 1 has no wheel"),
-        ([wheel("py3-none-any", "<3.13")], {}, "3.13, x86_64: a 1 does not take this Python"),
-        ([wheel("py3-none-any", "<3.13")], {"pythons": ("3.11", "3.12")}, ""),
-        ([EVERYWHERE], {"pythons": ("3.11", "3.12")}, "3.13, x86_64: works, but is not in"),
-    ],
-)
-def test_an_install_is_named_where_a_version_has_no_file(files, install, faults):
-    wanted = [Requirement("a==1 ; sys_platform == 'linux'"), Requirement("b==2; os_name == 'nt'")]
-    found = list(check(Install(("dev",), **install), wanted, {("a", "1"): files}))
-    assert any(faults in fault for fault in found) if faults else not found
+NO_FILE = [
+    ([EVERYWHERE, SDIST], {}, ""),
+    ([SDIST], {}, "3.11, x86_64: a 1 has no wheel"),
+    ([SDIST], {"built": (("a", ""),)}, ""),
+    ([EVERYWHERE], {"built": (("a", "aarch64"),)}, "aarch64: a 1 has a wheel, and is in"),
+    ([wheel("py3-none-manylinux_2_34_aarch64.manylinux_2_34_x86_64")], {}, "a 1 has no wheel"),
+    ([wheel("py3-none-manylinux_2_34_aarch64.manylinux_2_34_x86_64")], {"glibc": 34}, ""),
+    ([wheel("cp311-abi3-manylinux1_x86_64")], {}, "3.14, aarch64: a 1 has no wheel"),
+    ([wheel("py3-none-any", "<3.13")], {}, "3.13, x86_64: a 1 does not take this Python"),
+    ([wheel("py3-none-any", "<3.13")], {"pythons": ("3.11", "3.12")}, ""),
+    ([EVERYWHERE], {"pythons": ("3.11", "3.12")}, "3.13, x86_64: works, but is not in"),
+]  # files, install, faults
+
+
+def test_an_install_is_named_where_a_version_has_no_file():
+    for files, install, faults in NO_FILE:
+        wanted = [
+            Requirement("a==1 ; sys_platform == 'linux'"),
+            Requirement("b==2; os_name == 'nt'"),
+        ]
+        found = list(check(Install(("dev",), **install), wanted, {("a", "1"): files}))
+        assert any(faults in fault for fault in found) if faults else not found
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,9 @@ def test_good_rows_give_no_finding(tmp_path):
 def test_rows_that_train_refuses_are_refused_in_its_words(train, words, tmp_path):
     with pytest.raises((DataError, UserError), match=words):
         list(data_rows.usable_rows(inputs_of(tmp_path, train)))
+    if len(train) == 7:
+        few = inputs_of(tmp_path, train, rollout={"prompts_per_step": 7})
+        assert list(data_rows.usable_rows(few)) == []
 
 
 def test_a_guard_that_may_raise_lambda_asks_for_golden_solutions(tmp_path):

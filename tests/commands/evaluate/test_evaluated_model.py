@@ -169,6 +169,8 @@ def find_models(rank, world_size, home):
     (home / "copied model" / "trained.json").write_text(json.dumps([8]))
     with pytest.raises(UserError, match=r"trained\.json: not what a run writes"):
         found(model=str(home / "copied model"))
+    mark_trained(home / "copied model", "run", 8)
+    assert found(model=str(home / "copied model")).step == 8
 
 
 def test_the_trained_model_of_a_run_and_what_it_says_of_itself(tmp_path):

@@ -33,6 +33,7 @@ def test_responses_of_other_weights_or_settings_are_refused(tmp_path):
     ResponseStore(tmp_path, IDENTITY).open()
     with pytest.raises(UserError, match=r"have weights 'abc', this evaluation 'd'; give run\.name"):
         ResponseStore(tmp_path, IDENTITY | {"weights": "d"}).open()
+    assert ResponseStore(tmp_path / "NAME", IDENTITY | {"weights": "d"}).open() == 0
     (tmp_path / "identity.json").write_text("[")
     with pytest.raises(UserError, match=r"identity\.json: not valid JSON"):
         ResponseStore(tmp_path, IDENTITY).open()

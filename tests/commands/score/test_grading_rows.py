@@ -82,50 +82,50 @@ def test_every_column_is_read():
     assert parsed(**others, **OF_A_RUN, c=None) == changed
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "expected"),
-    [
-        ("f", "MAX_TOKENS", "length"),
-        ("f", True, "length"),
-        ("f", False, "stop"),
-        ("f", None, None),
-        ("f", {"type": "stop", "matched": 5}, "stop"),
-        ("f", "abort", "abort"),
-        ("g", 2, "2"),
-        ("g", 2.5, "2.5"),
-        ("g", ["a", 3], "a, 3"),
-        ("g", None, None),
-        ("g", "  ", None),
-        ("g", [], None),
-    ],
-)
-def test_values_of_several_forms_are_read(column, value, expected):
-    row = parsed(**{column: value})
-    assert (row.finish if column == "f" else row.gold) == expected
+FORMS = [
+    ("f", "MAX_TOKENS", "length"),
+    ("f", True, "length"),
+    ("f", False, "stop"),
+    ("f", None, None),
+    ("f", {"type": "stop", "matched": 5}, "stop"),
+    ("f", "abort", "abort"),
+    ("g", 2, "2"),
+    ("g", 2.5, "2.5"),
+    ("g", ["a", 3], "a, 3"),
+    ("g", None, None),
+    ("g", "  ", None),
+    ("g", [], None),
+]  # column, value, expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"r": None}, "column r is None: Input should be a valid string"),
-        ({"g": True}, "column g is True: expected text, a number or null"),
-        ({"g": float("nan")}, "column g is nan: expected text, a number or null"),
-        ({"g": {"a": 1}}, "column g is {'a': 1}: expected text, a number or null"),
-        ({"i": [1]}, "column i is [1]: expected text or a number"),
-        ({"t": [1, -1]}, "column t is [1, -1]: Input should be greater than or equal to 0"),
-        ({"t": [1, True]}, "column t is [1, True]: Input should be a valid integer"),
-        (
-            {"t": None},
-            "column t is null: expected a list of token ids; --tokenizer counts those of",
-        ),
-        (OF_A_RUN | {"answer_format": "box"}, "column answer_format is 'box': Input should"),
-        (OF_A_RUN | {"opens_thinking": "no"}, "column opens_thinking is 'no': Input should"),
-    ],
-)
-def test_values_of_another_type_are_refused(changes, reason):
-    with pytest.raises(RowError) as refused:
-        parsed(**changes)
-    assert str(refused.value).startswith(reason)
+def test_values_of_several_forms_are_read():
+    for column, value, expected in FORMS:
+        row = parsed(**{column: value})
+        assert (row.finish if column == "f" else row.gold) == expected
+
+
+OTHER_TYPES = [
+    ({"r": None}, "column r is None: Input should be a valid string"),
+    ({"g": True}, "column g is True: expected text, a number or null"),
+    ({"g": float("nan")}, "column g is nan: expected text, a number or null"),
+    ({"g": {"a": 1}}, "column g is {'a': 1}: expected text, a number or null"),
+    ({"i": [1]}, "column i is [1]: expected text or a number"),
+    ({"t": [1, -1]}, "column t is [1, -1]: Input should be greater than or equal to 0"),
+    ({"t": [1, True]}, "column t is [1, True]: Input should be a valid integer"),
+    (
+        {"t": None},
+        "column t is null: expected a list of token ids; --tokenizer counts those of",
+    ),
+    (OF_A_RUN | {"answer_format": "box"}, "column answer_format is 'box': Input should"),
+    (OF_A_RUN | {"opens_thinking": "no"}, "column opens_thinking is 'no': Input should"),
+]  # changes, reason
+
+
+def test_values_of_another_type_are_refused():
+    for changes, reason in OTHER_TYPES:
+        with pytest.raises(RowError) as refused:
+            parsed(**changes)
+        assert str(refused.value).startswith(reason)
 
 
 @pytest.mark.parametrize("value", ["bored", {"type": 3}, [], 2])
@@ -135,25 +135,25 @@ def test_an_unknown_finish_reason_is_refused_with_the_way_out(value):
     assert parsed(Columns("r"), f=value).finish is None
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (None, "longer than 64 MiB"),
-        (b"\n", "an empty line"),
-        (b"[1, 2]\n", "not a JSON object but list"),
-        (b'{"r": "x"', "not JSON: "),
-        (b'{"r": "\xff"}', "not UTF-8 at byte 7"),
-        (b"[" * 100_000, "not JSON: "),
-        (b'{"r": ' + b"1" * 10_000 + b"}", "not JSON: "),
-        (b'{"s": "x", "\x1b": 1}', "not JSON: "),
-        (b'{"s": "x", "\\u001b[2J": 1}', "no column r among ␛[2J, s"),
-    ],
-)
-def test_lines_that_are_no_row_are_refused(line, reason):
-    with pytest.raises(RowError) as refused:
-        parse_row(line, Columns("r"))
-    assert str(refused.value).startswith(reason)
-    assert str(refused.value).isprintable()
+NO_ROWS = [
+    (None, "longer than 64 MiB"),
+    (b"\n", "an empty line"),
+    (b"[1, 2]\n", "not a JSON object but list"),
+    (b'{"r": "x"', "not JSON: "),
+    (b'{"r": "\xff"}', "not UTF-8 at byte 7"),
+    (b"[" * 100_000, "not JSON: "),
+    (b'{"r": ' + b"1" * 10_000 + b"}", "not JSON: "),
+    (b'{"s": "x", "\x1b": 1}', "not JSON: "),
+    (b'{"s": "x", "\\u001b[2J": 1}', "no column r among ␛[2J, s"),
+]  # line, reason
+
+
+def test_lines_that_are_no_row_are_refused():
+    for line, reason in NO_ROWS:
+        with pytest.raises(RowError) as refused:
+            parse_row(line, Columns("r"))
+        assert str(refused.value).startswith(reason)
+        assert str(refused.value).isprintable()
 
 
 def test_the_response_of_an_episode_is_its_last_turn():

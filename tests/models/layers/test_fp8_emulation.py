@@ -70,33 +70,37 @@ DEFINITIONS = {
 }
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", DEFINITIONS)
-def test_product_and_gradients_are_those_of_the_definition(recipe, dtype, sizes):
-    tokens, inputs, outputs = sizes
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, 1, inputs, generator=generator) * 3
-    w = torch.randn(outputs, inputs, generator=generator) * 0.02
-    g = torch.randn(tokens, 1, outputs, generator=generator) * 1e-4
-    x, w, g = (value.to(dtype).requires_grad_() for value in (x, w, g))
-    of_input, of_weight, of_gradient = DEFINITIONS[recipe]
+def test_product_and_gradients_are_those_of_the_definition(recipe):
+    for dtype in [torch.float32, torch.bfloat16]:
+        for sizes in SIZES:
+            tokens, inputs, outputs = sizes
+            generator = torch.Generator().manual_seed(tokens)
+            x = torch.randn(tokens, 1, inputs, generator=generator) * 3
+            w = torch.randn(outputs, inputs, generator=generator) * 0.02
+            g = torch.randn(tokens, 1, outputs, generator=generator) * 1e-4
+            x, w, g = (value.to(dtype).requires_grad_() for value in (x, w, g))
+            of_input, of_weight, of_gradient = DEFINITIONS[recipe]
 
-    y = fp8_linear(x, w, ROUNDINGS[recipe])
-    y.backward(g)
+            y = fp8_linear(x, w, ROUNDINGS[recipe])
+            y.backward(g)
 
-    x_forward, x_for_weight = of_input(x.detach()[:, 0].float())
-    g_for_input, g_for_weight = of_gradient(g.detach()[:, 0].float())
-    w_rounded = of_weight(w.detach().float())
-    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-3}
-    assert y.dtype == x.grad.dtype == w.grad.dtype == dtype
-    for found, expected in (
-        (y[:, 0], x_forward @ w_rounded.t()),
-        (x.grad[:, 0], g_for_input @ w_rounded),
-        (w.grad, g_for_weight.t() @ x_for_weight),
-    ):
-        size = float(expected.abs().sum() and expected.abs().max()) or 1.0
-        torch.testing.assert_close(found.float() / size, expected / size, **close)
+            x_forward, x_for_weight = of_input(x.detach()[:, 0].float())
+            g_for_input, g_for_weight = of_gradient(g.detach()[:, 0].float())
+            w_rounded = of_weight(w.detach().float())
+            close = (
+                {"rtol": 1e-5, "atol": 1e-6}
+                if dtype == torch.float32
+                else {"rtol": 1e-2, "atol": 1e-3}
+            )
+            assert y.dtype == x.grad.dtype == w.grad.dtype == dtype
+            for found, expected in (
+                (y[:, 0], x_forward @ w_rounded.t()),
+                (x.grad[:, 0], g_for_input @ w_rounded),
+                (w.grad, g_for_weight.t() @ x_for_weight),
+            ):
+                size = float(expected.abs().sum() and expected.abs().max()) or 1.0
+                torch.testing.assert_close(found.float() / size, expected / size, **close)
 
 
 def test_scale_of_nothing_of_infinity_and_of_almost_nothing():

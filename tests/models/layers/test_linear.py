@@ -30,17 +30,17 @@ def operands(sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, T
     return x, w, b
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_linear_is_the_product_and_the_bias(dtype, sizes):
-    x, w, b = operands(sizes, dtype)
-    rounding = torch.finfo(dtype).eps * 16 * max(1, sizes[1]) ** 0.5
-    transposed = w.t().contiguous().t()
-    for weight, bias in ((w, b), (w, None), (transposed, b), (transposed, None)):
-        y = linear(x, weight, bias)
-        exact = F.linear(x.double(), w.double(), None if bias is None else bias.double())
-        assert y.dtype == dtype
-        torch.testing.assert_close(y.double(), exact, rtol=rounding, atol=rounding)
+def test_linear_is_the_product_and_the_bias():
+    for sizes in SIZES:
+        for dtype in [torch.float32, torch.bfloat16, torch.float64]:
+            x, w, b = operands(sizes, dtype)
+            rounding = torch.finfo(dtype).eps * 16 * max(1, sizes[1]) ** 0.5
+            transposed = w.t().contiguous().t()
+            for weight, bias in ((w, b), (w, None), (transposed, b), (transposed, None)):
+                y = linear(x, weight, bias)
+                exact = F.linear(x.double(), w.double(), None if bias is None else bias.double())
+                assert y.dtype == dtype
+                torch.testing.assert_close(y.double(), exact, rtol=rounding, atol=rounding)
 
 
 def test_without_onednn_the_product_is_torchs(monkeypatch):

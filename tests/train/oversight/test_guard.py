@@ -109,28 +109,28 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("row", "start", "is_damage"),
-    [
-        (HUMP, {}, False),
-        (CAPPED, {}, True),
-        (CAPPED, {"rollout/truncation_rate": 0.6}, False),  # a small budget by design
-        (HUMP | {"advantage/abs_share_repetitive": 0.4}, {}, True),
-        (HUMP | {"rollout/accuracy_finished": 0.2}, {}, True),
-        (HUMP | {"rollout/accuracy_finished": 0.9}, {}, False),
-        (HUMP | {"kl/teacher": 0.4}, {}, True),
-        (HUMP | {"stop/student_mass": 0.3}, {}, True),  # of responses that end: 0.5 after 1
-        (HUMP | {"stop/student_mass": 0.6}, {}, False),  # 1 as before
-        ({"rollout/truncation_rate_turn_3_4": 0.4, "kl/teacher": 0.4}, {}, True),
-        (LONGER | {"tokens/repetitive_share": 0.5}, {}, False),  # none is cut
-        (HEALTHY | {"rollout/accuracy_finished": 0.2}, {}, False),
-        (HEALTHY | {"rollout/accuracy_finished": 0.1}, {}, True),  # nearly all of it is lost
-        (HUMP | {"rollout/truncation_rate": 0.8}, {}, True),  # it leaps
-    ],
-)
-def test_what_is_damage(row, start, is_damage):
-    _, actions = follow([HEALTHY | KNOWN | start] * 40 + [KNOWN | row] * 10)
-    assert ("raised" in [name for _, name in names(actions)]) is is_damage
+JUDGED = [
+    (HUMP, {}, False),
+    (CAPPED, {}, True),
+    (CAPPED, {"rollout/truncation_rate": 0.6}, False),  # a small budget by design
+    (HUMP | {"advantage/abs_share_repetitive": 0.4}, {}, True),
+    (HUMP | {"rollout/accuracy_finished": 0.2}, {}, True),
+    (HUMP | {"rollout/accuracy_finished": 0.9}, {}, False),
+    (HUMP | {"kl/teacher": 0.4}, {}, True),
+    (HUMP | {"stop/student_mass": 0.3}, {}, True),  # of responses that end: 0.5 after 1
+    (HUMP | {"stop/student_mass": 0.6}, {}, False),  # 1 as before
+    ({"rollout/truncation_rate_turn_3_4": 0.4, "kl/teacher": 0.4}, {}, True),
+    (LONGER | {"tokens/repetitive_share": 0.5}, {}, False),  # none is cut
+    (HEALTHY | {"rollout/accuracy_finished": 0.2}, {}, False),
+    (HEALTHY | {"rollout/accuracy_finished": 0.1}, {}, True),  # nearly all of it is lost
+    (HUMP | {"rollout/truncation_rate": 0.8}, {}, True),  # it leaps
+]  # row, start, is_damage
+
+
+def test_what_is_damage():
+    for row, start, is_damage in JUDGED:
+        _, actions = follow([HEALTHY | KNOWN | start] * 40 + [KNOWN | row] * 10)
+        assert ("raised" in [name for _, name in names(actions)]) is is_damage
 
 
 def test_few_responses_that_end_say_little_about_accuracy():
@@ -235,16 +235,16 @@ def test_damage_during_a_return_is_not_learnt_as_normal():
     assert states[70].watched["truncation"].normal == states[46].watched["truncation"].normal
 
 
-@pytest.mark.parametrize("cut", [20, 43, 47, 58, 66, 70, 81])
-def test_state_from_a_checkpoint_decides_the_same(cut):
+def test_state_from_a_checkpoint_decides_the_same():
     rows = [HEALTHY] * 45 + [DAMAGE] * 45
     states, actions = follow(rows)
-    text = json.dumps(asdict(states[cut - 1]))
-    restored = TypeAdapter(GuardState).validate_json(text, strict=True)
-    assert restored == states[cut - 1]
-    later, more = follow(rows[cut:], state=restored, first=cut + 1)
-    assert later == states[cut:]
-    assert more == [(step, action) for step, action in actions if step > cut]
+    for cut in (20, 43, 47, 58, 66, 70, 81):
+        text = json.dumps(asdict(states[cut - 1]))
+        restored = TypeAdapter(GuardState).validate_json(text, strict=True)
+        assert restored == states[cut - 1]
+        later, more = follow(rows[cut:], state=restored, first=cut + 1)
+        assert later == states[cut:]
+        assert more == [(step, action) for step, action in actions if step > cut]
 
 
 def test_state_of_an_earlier_version_is_read():
