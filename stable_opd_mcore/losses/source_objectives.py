@@ -14,7 +14,6 @@ from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.losses import token_weights
 from stable_opd_mcore.losses.objectives import Objective, ScoresNeeded, build_objective
-from stable_opd_mcore.records import MicroBatch
 from stable_opd_mcore.sample_facts import SampleFacts, SampleWeights
 
 _NONE: Mapping[str, Sequence[int]] = {}
@@ -89,10 +88,6 @@ class SourceObjectives:
         return token_weights.per_source(
             facts, lambda source, own: self.each[self.of_source[source]].weights_of(own), weights
         )
-
-    def of(self, microbatch: MicroBatch) -> Objective:
-        """The objective of a micro-batch's samples."""
-        return self.each[microbatch.objective]
 
 
 def build_source_objectives(

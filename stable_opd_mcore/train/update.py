@@ -85,7 +85,8 @@ def update_once(
 
 def loss_of(run: Run, micro_batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, LossOutput]:
     assert run.head is not None, "the last pipeline stage holds the output head"
-    output = run.objective.of(micro_batch)(
+    objective = run.objective.each[micro_batch.objective]
+    output = objective(
         hidden_TH.index_select(0, micro_batch.rows_N),
         run.head,
         micro_batch,

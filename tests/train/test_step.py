@@ -15,6 +15,7 @@ from stable_opd_mcore.config.training import Fp8Config
 from stable_opd_mcore.data.responses import rollout_metrics
 from stable_opd_mcore.data.samples import golden_samples, rollout_samples
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.metrics import Mean, Metrics, Same, Sum
 from stable_opd_mcore.monitoring.health import sample_metrics
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
@@ -223,26 +224,17 @@ def test_an_update_reports_means_of_its_losses_and_sums_of_the_rest(run):
     assert run.student.optimizer.param_groups[0]["lr"] == 0.25
 
 
-class NotFinite:
+class NotFinite(Objective):
     """An objective whose loss is NaN, like that of a student whose hidden states are."""
 
-    def __init__(self, objective):
-        self._objective = objective
-
-    def __getattr__(self, name):
-        return getattr(self._objective, name)
-
-    def with_loss_weights(self, *weights):
-        return NotFinite(self._objective.with_loss_weights(*weights))
-
-    def of(self, microbatch):
-        own = self._objective.of(microbatch)
-        return lambda hidden, *args, **kwargs: own(hidden * torch.nan, *args, **kwargs)
+    def __call__(self, hidden, *args, **kwargs):
+        return super().__call__(hidden * torch.nan, *args, **kwargs)
 
 
 def test_non_finite_numbers_stop_the_step_that_made_them(run):
     before = weights_of(run.student)
-    bad = replace(run, engine=Recorder(run.engine), objective=NotFinite(run.objective))
+    each = tuple(NotFinite(**vars(one)) for one in run.objective.each)
+    bad = replace(run, engine=Recorder(run.engine), objective=replace(run.objective, each=each))
     with pytest.raises(UserError, match=r"^step 4: loss/\w+=.*, grad_norm=nan: not finite"):
         step.train_step(bad, TrainState(3, 0, 0, 0))
     assert torch.equal(weights_of(run.student), before)
