@@ -43,6 +43,43 @@ class SamplingConfig(Section):
         return self
 
 
+class SpeculativeConfig(Section):
+    """A frozen draft, which proposes tokens that the servers' student accepts or replaces."""
+
+    algorithm: Literal["mtp", "eagle3"]
+    """`mtp`: the layer for multi-token prediction in the student's own directory (Qwen3.5,
+    Qwen3-Next, GLM, DeepSeek-V3). `eagle3`: a model of its own, in `draft`."""
+    draft: str | None = None
+    """Directory of the draft. `null`, with `mtp`: `student.path`."""
+    steps: PositiveInt = 3
+    """Tokens that the draft proposes one after another before the student judges them."""
+    top_k: PositiveInt = 1
+    """Alternatives of the draft at each step; over 1 they are a tree."""
+    tokens: PositiveInt | None = None
+    """Tokens of the tree that the student judges at once. `null`: `steps` + 1, a chain's."""
+
+    @property
+    def judged(self) -> int:
+        """`tokens`, or a chain's."""
+        return self.tokens or self.steps + 1
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.algorithm == "eagle3" and self.draft is None:
+            raise ValueError("speculative.algorithm=eagle3 without draft: name its directory")
+        if self.top_k == 1 and self.judged != self.steps + 1:
+            raise ValueError(
+                f"speculative.top_k=1 with tokens={self.tokens}: a chain of {self.steps} steps has "
+                f"{self.steps + 1}; set tokens=null, or top_k=2 for a tree"
+            )
+        if self.top_k > 1 and self.tokens is None:
+            raise ValueError(
+                f"speculative.top_k={self.top_k} without tokens: a tree needs the number of tokens "
+                "that the student judges at once; set tokens, or top_k=1"
+            )
+        return self
+
+
 class SglangConfig(Section):
     """SGLang servers that sample the rollouts, and how the student's weights reach them."""
 
@@ -79,6 +116,8 @@ class SglangConfig(Section):
     a server's life, then the factors of each version, over HTTP. `merged`: matrices with the
     factors added and rounded, all of them each time. `null`: `adapter`, but `merged` for a student
     with experts or gated delta nets, whose adapters SGLang does not serve in full."""
+    speculative: SpeculativeConfig | None = None
+    """Speculative decoding with a frozen draft: docs/servers.md. `null`: none."""
     verify: Literal["refuse", "warn"] = "refuse"
     """If a server's checksums differ after a publish, or the log-probabilities of a text that it
     samples then. `refuse`: the weights are sent again, until the run ends. `warn`: it samples all
@@ -95,6 +134,11 @@ class SglangConfig(Section):
             raise ValueError(
                 f"sglang.placement={self.placement} with sglang.urls={list(self.urls)}: external "
                 "servers, and only these, need [http://HOST:PORT, ...]; set both or neither"
+            )
+        if self.speculative is not None and self.sync == "disk":
+            raise ValueError(
+                "sglang.sync=disk with sglang.speculative: SGLang reads such files into the draft, "
+                "too, which stays as it is; set sglang.sync=null"
             )
         if self.placement == "external" and self.sync == "tensor":
             raise ValueError(
@@ -177,6 +221,15 @@ class RolloutConfig(Section):
                 "rollout.routing_replay=true with rollout.partial=true: the trainer replays one "
                 "choice of experts per token, and weights of several versions chose differently; "
                 "set one of them to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _speculative(self) -> Self:
+        if self.routing_replay and self.sglang.speculative is not None:
+            raise ValueError(
+                "rollout.routing_replay=true with rollout.sglang.speculative: which experts SGLang "
+                "reports for proposed tokens has not been tried; set one of them to false or null"
             )
         return self
 

@@ -13,9 +13,10 @@ from typing import Literal
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.placement.draft import draft_bytes
 from stable_opd_mcore.placement.hardware import GIB, Cluster
 from stable_opd_mcore.placement.layout import Layout, layout_of
-from stable_opd_mcore.placement.model_size import ModelSize
+from stable_opd_mcore.placement.model_size import WEIGHT_BYTES, ModelSize
 
 Placement = Literal["colocated", "disaggregated", "external"]
 # Shares of a GPU's memory that one server takes for weights and KV cache. SGLang chooses about as
@@ -143,8 +144,10 @@ def machine_servers(
     if tensor is None and count is not None and gpus % count == 0:
         tensor = gpus // count
     if tensor is None:
+        dtype = server_dtype(config)
         tensor = smallest_tensor(
-            architecture, server_dtype(config), gpus, memory_gib, placement, role
+            *(architecture, dtype, gpus, memory_gib, placement, role),
+            draft_gib=_draft_gib(config, architecture) if role == "student" else 0.0,
         )
         # A step waits for its longest response, which a server on more GPUs samples faster: a
         # colocated one takes those of a tensor group.
@@ -223,11 +226,14 @@ def smallest_tensor(
     memory_gib: float,
     placement: Placement,
     role: Literal["student", "teacher"] = "student",
+    draft_gib: float = 0.0,
 ) -> int:
-    """The fewest GPUs, a power of two, that hold the model in `dtype` and as much KV cache."""
+    """The fewest GPUs, a power of two, that hold the model in `dtype` with a draft, and as much KV
+    cache."""
     share = MEMORY_SHARES[placement]
     size_bytes = 2 if dtype == "bfloat16" else 4
     weights_gib = size_bytes * ModelSize(architecture, Layout(1)).total_parameters() / GIB
+    weights_gib += draft_gib
     room_gib = WEIGHTS_SHARE * share * memory_gib
     sizes = [2**n for n in range(gpus.bit_length()) if gpus % 2**n == 0]
     sizes = [size for size in sizes if _not_divided(architecture, size, role) is None]
@@ -242,6 +248,10 @@ def smallest_tensor(
         f"{others}GPUs with more memory, or, with a smaller KV cache, "
         f"rollout.sglang.tensor={largest}"
     )
+
+
+def _draft_gib(config: Config, student: Architecture) -> float:
+    return draft_bytes(config, student, WEIGHT_BYTES[config.train.precision]) / GIB
 
 
 def ranks_of_servers(num_servers: int, data_ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -99,6 +99,9 @@ def server_environment(
     own_folder = str(Path(options.python).absolute().parent)  # the venv's: links are not followed
     environment["PATH"] = os.pathsep.join([own_folder, inherited.get("PATH", os.defpath)])
     environment |= gloo_settings(options.host) | {_KEY_VARIABLE: api_key}
+    if "--speculative-algorithm" in options.arguments:
+        # The draft reads positions of the student's window, which its config.json may not reach.
+        environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if not os.path.isdir(environment.get("TMPDIR", "/")):  # a container has its own /tmp only
         del environment["TMPDIR"]  # nvcc would not write elsewhere
     if options.device != "cpu":

@@ -60,7 +60,8 @@ def read_completion(response: Any, request: Generation) -> Completion:
         raise ValueError(f"{len(ids)} tokens, but {len(scored_ids)} log-probabilities of others")
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
     versions = tuple(str(span["version"]) for span in spans)
-    (cached,) = _ids([meta.get("cached_tokens") or 0])
+    counts = ("cached_tokens", "spec_verify_ct", "spec_num_correct_drafts")
+    cached, judgements, accepted = map(int, _ids([meta.get(key) or 0 for key in counts]))
     last = int(ids[-1]) if len(ids) else None
     if last in sampling.stop_token_ids:
         finish = Ending.STOP  # SGLang states "length" for a stop token at max_new_tokens
@@ -71,7 +72,7 @@ def read_completion(response: Any, request: Generation) -> Completion:
     if request.routing is not None and len(ids):
         positions = len(request.token_ids) + len(ids) - 1
         experts = request.routing.parse(meta["routed_experts"], np.int32, positions)
-    return Completion(ids, logprobs, finish, versions, int(cached), experts)
+    return Completion(ids, logprobs, finish, versions, cached, judgements, accepted, experts)
 
 
 def _ending(finish_reason: Any) -> Ending:

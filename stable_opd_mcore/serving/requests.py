@@ -103,6 +103,9 @@ class Completion:
     finish_reason: Ending  # open: its request was aborted before it ended
     weight_versions: tuple[str, ...]  # several, in order, if the weights changed meanwhile
     cached_tokens: int  # prompt tokens that the server's prefix cache held
+    # passes that judged a draft's tokens, and how many of these they accepted; 0 without a draft
+    judgements: int = 0
+    accepted_tokens: int = 0
     # int16 [prompt and response tokens - 1, layers, experts of a token]; None: not requested
     routed_experts: NDArray[np.int16] | None = None
     text: str = ""  # the whole turn without its stop token; "" if it is not finished

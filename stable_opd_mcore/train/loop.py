@@ -32,6 +32,7 @@ from stable_opd_mcore.serving.teacher import TeacherLost
 from stable_opd_mcore.train import phases
 from stable_opd_mcore.train.held_out import evaluate_student
 from stable_opd_mcore.train.loss_weights import loss_weights_of
+from stable_opd_mcore.train.oversight.draft_watch import DraftWatch
 from stable_opd_mcore.train.oversight.measures import (
     is_collapsed,
     refuse_collapsed,
@@ -228,6 +229,7 @@ def _train_steps(
         CollapsedError: the guard stopped the run, now or before it was resumed.
     """
     config = run.config
+    draft = DraftWatch(config, architecture_of(run.student.chunks))
     refuse_collapsed(run, state, session.write_reports)
     state = roll_back(run, state)
     while state.step < config.train.steps:
@@ -253,6 +255,7 @@ def _train_steps(
             now = loss_weights_of(config, state.adapted, state.guard)
             write_actions(sinks, state.step, result.actions, now)
             warn_of_equal_models(state.step, metrics.values_by_key())
+            draft.look(state.step, metrics.values_by_key(), sinks)
         if failed is not None:  # the step itself is finished; a resumed run continues after it
             _save_without_servers(run, state, saver, session.stop, failed)
             raise failed

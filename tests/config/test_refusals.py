@@ -172,6 +172,31 @@ SERVED = "teacher.engine=sglang teacher.urls=[http://a:1]"
             "rollout.routing_replay=false | rollout.partial=false",
         ),
         (
+            f"{SGLANG} rollout.routing_replay=true rollout.sglang.speculative.algorithm=mtp",
+            "routing_replay=true with rollout.sglang.speculative: which experts",
+            "rollout.routing_replay=false | -rollout.sglang.speculative.algorithm",
+        ),
+        (
+            "rollout.sglang.sync=disk rollout.sglang.speculative.algorithm=mtp",
+            "sync=disk with sglang.speculative: SGLang reads such files into the draft",
+            "rollout.sglang.sync=null",
+        ),
+        (
+            "rollout.sglang.speculative.algorithm=eagle3",
+            "algorithm=eagle3 without draft: name its directory",
+            "rollout.sglang.speculative.draft=a",
+        ),
+        (
+            "rollout.sglang.speculative.algorithm=mtp rollout.sglang.speculative.tokens=9",
+            "top_k=1 with tokens=9: a chain of 3 steps has 4",
+            "rollout.sglang.speculative.tokens=null | rollout.sglang.speculative.top_k=2",
+        ),
+        (
+            "rollout.sglang.speculative.algorithm=mtp rollout.sglang.speculative.top_k=2",
+            "top_k=2 without tokens: a tree needs",
+            "rollout.sglang.speculative.tokens=8 | rollout.sglang.speculative.top_k=1",
+        ),
+        (
             "teacher.path=a teacher.verify=skip",
             "teacher.verify=skip with teacher.urls=.*only servers are compared",
             "-teacher.verify | teacher.engine=sglang teacher.urls=[http://a:1] "

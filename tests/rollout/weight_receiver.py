@@ -40,7 +40,8 @@ from tests.serving.http_server import Request, http_server
 _LOADING_SECONDS = 0.03  # packing a bucket of these tests takes a hundredth of it
 _BODIES = {  # of requests without other contents
     "abort_request": {"rid": "", "abort_all": True},
-    "weights_checker": {"action": "checksum"},
+    "weights_checker": {"action": "checksum", "selector": "target"},
+    "begin_weight_update": {"selector": "target"},
 }
 
 
@@ -190,6 +191,7 @@ class _State:
 
     def update_weights_from_distributed(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self._group is not None
+        assert body["selector"] == "target"  # SGLang would load them into a draft, too
         assert body["load_format"] == "flattened_bucket"
         if self._fault == "refuses broadcast":
             return {"success": False, "message": "refused"}
@@ -206,6 +208,7 @@ class _State:
         return {"custom_weight_loader": None if hides else [VALUES_WRITER]}
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert body["selector"] == "target"
         if body["load_format"] == VALUES_WRITER:
             (names,) = (pickle.loads(base64.b64decode(x)) for x in body["serialized_named_tensors"])
             write_parameter(_Held(self._tensors), names)

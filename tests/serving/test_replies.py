@@ -46,6 +46,14 @@ def test_a_response_is_read_into_arrays():
         assert (completion.finish_reason, completion.weight_versions) == (read, ("7",))
 
 
+def test_a_draft_is_counted_by_what_the_student_accepted_of_it():
+    """A pass of the student gives one token of its own in addition."""
+    judged = response_of("length", 2, 3, 5, spec_verify_ct=2, spec_num_correct_drafts=1)
+    plain = response_of("length", 2, 3, 5)
+    found = [read_completion(each, REQUEST) for each in (judged, plain)]
+    assert [(each.judgements, each.accepted_tokens) for each in found] == [(2, 1), (0, 0)]
+
+
 UNFIT_RESPONSES = [
     {},
     response_of("stop", 2, 3),

@@ -117,6 +117,7 @@ OF_A_RUN: Checks = {
         engines.student_servers_key,
         engines.teacher_servers_key,
         engines.allocator,
+        engines.draft,
         engines.stored_rollouts,
         engines.trackers,
     ),

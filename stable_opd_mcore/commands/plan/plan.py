@@ -31,6 +31,7 @@ from stable_opd_mcore.commands.plan.seconds import StepSeconds, step_seconds, tu
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.config.training import Offloadable, Recompute
 from stable_opd_mcore.errors import UserError
+from stable_opd_mcore.placement.draft import least_tokens
 from stable_opd_mcore.placement.hardware import GIB, Cluster
 from stable_opd_mcore.placement.layout import refuse_layout, valid_layouts
 
@@ -99,6 +100,7 @@ class Plan:
                 "tensor": run.topology.tensor,
                 "publish_gib": round(run.published_bytes / GIB, 3),
                 "frozen_gib": round(run.frozen_bytes / GIB, 3),
+                "draft_gib": round(run.draft_bytes / GIB, 3),
             },
             "assumed": asdict(run.work) | {"teacher_prompt_tokens": run.teacher_prompt_tokens},
             "memory_gib": {
@@ -158,6 +160,13 @@ class Plan:
         if run.published_bytes:
             frozen = f", after {_gib(run.frozen_bytes)} GiB once" if run.frozen_bytes else ""
             lines.append(f"a publish sends {run.published_bytes / GIB:.2f} GiB{frozen}")
+        if run.draft_bytes:
+            least = least_tokens(run.config, run.models.student, run.element)
+            lines.append(
+                f"draft: {_gib(run.draft_bytes)} GiB of a server's weights; it costs more than it "
+                f"saves below {least:.2f} of engine/accepted_tokens_per_step, and earlier where "
+                "servers are busy"
+            )
         if run.models.in_turn:
             held = max(sum(run.turn_bytes(s)) for s in {0, run.layout.pipeline - 1})
             lines.append(

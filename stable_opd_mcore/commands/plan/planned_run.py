@@ -20,6 +20,7 @@ from stable_opd_mcore.config.objective_settings import ObjectiveConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.files.adapted import sent_names
+from stable_opd_mcore.placement.draft import draft_bytes
 from stable_opd_mcore.placement.hardware import Cluster, Device, device_named
 from stable_opd_mcore.placement.layout import Layout, layout_of
 from stable_opd_mcore.placement.model_size import WEIGHT_BYTES, ModelSize
@@ -141,6 +142,11 @@ class PlannedRun:
         """Weights that servers get once: under factors that they get as an adapter."""
         sends_factors = sends_adapter(self.config, self.models.student)
         return self.element * self.student.total_parameters() if sends_factors else 0
+
+    @property
+    def draft_bytes(self) -> int:
+        """What a server's draft adds to its weights, over its ranks."""
+        return draft_bytes(self.config, self.models.student, self.element)
 
     @property
     def published_bytes(self) -> int:

@@ -206,6 +206,9 @@ class Dispatcher:
             if not before.turns[-1].num_tokens:
                 share = Mean(piece.cached_tokens, len(before.context))
                 self._metrics = self._metrics | Metrics({"engine/prefix_cached_share": share})
+        if piece.judgements:
+            count = Mean(piece.judgements + piece.accepted_tokens, piece.judgements)
+            self._metrics = self._metrics | Metrics({"engine/accepted_tokens_per_step": count})
         if episode.is_open:
             continued = Sum(len(episode.token_ids) > 0)
             self._metrics = self._metrics | Metrics({"engine/continued": continued})

@@ -16,6 +16,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.host.kernel_compilers import missing_tools
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.files.adapted import sent_names
+from stable_opd_mcore.placement.draft import draft_directory, draft_of, refuse_unfit_draft
 from stable_opd_mcore.placement.topology import MEMORY_SHARES, sends_adapter, server_dtype
 from stable_opd_mcore.rollout.sglang.checksums import CPU_MLP_MULTIPLE
 from stable_opd_mcore.serving.api_key import read_api_key
@@ -63,6 +64,7 @@ def server_options(
             *(["--enable-return-routed-experts"] if config.rollout.routing_replay else []),
             *family_arguments(served, device, dummy_weights),
             *(_adapter_arguments(config, served, tensor, device) if dummy_weights else []),
+            *(_draft_arguments(config, served, device) if dummy_weights else []),
         ),
     )
 
@@ -132,6 +134,30 @@ def _adapter_arguments(
     return [*arguments, "--lora-backend", "torch_native"] if device == "cpu" else arguments
 
 
+def _draft_arguments(config: Config, student: Architecture, device: str) -> list[str]:
+    """SGLang's arguments for the draft of speculative decoding, whose weights come from its files.
+
+    Raises:
+        UserError: see `refuse_unfit_draft`.
+    """
+    settings = draft_of(config)
+    if settings is None:
+        return []
+    refuse_unfit_draft(config, student, on_gpu=device != "cpu")
+    colocated = config.rollout.sglang.placement == "colocated"
+    return [
+        *("--speculative-algorithm", _ALGORITHMS[settings.algorithm]),
+        *("--speculative-draft-model-path", str(draft_directory(config, settings))),
+        *("--speculative-draft-load-format", "auto"),  # the student's are random until a publish
+        *("--speculative-num-steps", str(settings.steps)),
+        *("--speculative-eagle-topk", str(settings.top_k)),
+        *("--speculative-num-draft-tokens", str(settings.judged)),
+        # A publish after the memory was released brings only the student.
+        *(["--enable-draft-weights-cpu-backup"] if colocated else []),
+    ]
+
+
+_ALGORITHMS = {"mtp": "NEXTN", "eagle3": "EAGLE3"}  # SGLang's names
 _ROUTER_KEYS = ("moe_layer_freq", "topk_method", "scoring_func")
 
 

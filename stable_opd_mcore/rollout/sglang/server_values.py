@@ -22,7 +22,7 @@ from stable_opd_mcore.host.tensor_files import save_tensors
 from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
 from stable_opd_mcore.rollout.sglang.checksums import Difference, ExpectedChecksums, as_held
 from stable_opd_mcore.rollout.sglang.sync import begin_update, end_update
-from stable_opd_mcore.rollout.sglang.transports import Target
+from stable_opd_mcore.rollout.sglang.transports import NOT_THE_DRAFT, Target
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import ATTEMPTS, RefusedRequest, ServerFailure, SglangClient
 from stable_opd_mcore.serving.command import VALUES_WRITER
@@ -157,6 +157,7 @@ def _server_values(target: Target, name: str, folder: Path) -> Mapping[int, Tens
         ],
         "load_format": VALUES_WRITER,
         "flush_cache": False,
+        **NOT_THE_DRAFT,
     }
     try:
         client.call("POST", "/update_weights_from_tensor", body, timeouts.BUCKET)

@@ -36,7 +36,14 @@ from stable_opd_mcore.rollout.sglang.checksums import (
     name_on_server,
 )
 from stable_opd_mcore.rollout.sglang.group import in_daemon
-from stable_opd_mcore.rollout.sglang.transports import Bucket, Buffers, Target, Transport, ask_all
+from stable_opd_mcore.rollout.sglang.transports import (
+    NOT_THE_DRAFT,
+    Bucket,
+    Buffers,
+    Target,
+    Transport,
+    ask_all,
+)
 from stable_opd_mcore.serving import timeouts
 from stable_opd_mcore.serving.client import ATTEMPTS, RefusedRequest, SglangClient
 
@@ -216,10 +223,10 @@ class _UpdateSession:
 
 def begin_update(client: SglangClient) -> None:
     try:
-        client.call("POST", "/begin_weight_update", {}, timeouts.UPDATE)
+        client.call("POST", "/begin_weight_update", NOT_THE_DRAFT, timeouts.UPDATE)
     except RefusedRequest:  # a failed push left its session open
         end_update(client)
-        client.call("POST", "/begin_weight_update", {}, timeouts.UPDATE)
+        client.call("POST", "/begin_weight_update", NOT_THE_DRAFT, timeouts.UPDATE)
 
 
 def end_update(client: SglangClient) -> None:
@@ -242,7 +249,9 @@ def flush(client: SglangClient) -> None:
 
 def reported_checksums(client: SglangClient) -> Any:
     """The server's reply with the checksums of its weights, for `difference`."""
-    return _repeat(client, "/weights_checker", {"action": "checksum"}, timeouts.CHECKSUMS)
+    return _repeat(
+        client, "/weights_checker", {"action": "checksum", **NOT_THE_DRAFT}, timeouts.CHECKSUMS
+    )
 
 
 def stamp(client: SglangClient, version: int) -> None:

@@ -36,6 +36,7 @@ from stable_opd_mcore.serving.requests import Call
 
 Result = TypeVar("Result")
 GROUP_LOST = "the process group is lost"  # begins a failure that another server may have caused
+NOT_THE_DRAFT = {"selector": "target"}  # in a request: the student only, not a draft next to it
 INCOMPLETE = "incomplete"  # the version that a server states from the first bucket to verification
 
 
@@ -183,6 +184,7 @@ def description(bucket: Bucket) -> dict[str, Any]:
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket.tensors],
         "shapes": [list(tensor.shape) for _, tensor in bucket.tensors],
         "flush_cache": False,  # sync.py flushes after the last bucket
+        **NOT_THE_DRAFT,
         "weight_version": INCOMPLETE,
     }
 
@@ -227,6 +229,7 @@ class TensorTransport(Transport):
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
                 "weight_version": INCOMPLETE,
+                **NOT_THE_DRAFT,
             },
         )
 

@@ -70,6 +70,18 @@ def test_a_publish_sends_all_weights_or_the_factors_of_every_matrix(tmp_path):
     assert servers["publish_gib"] < servers["frozen_gib"]
 
 
+def test_a_draft_is_counted_with_the_point_where_it_costs(tmp_path):
+    """A qwen2 model has no such layer, which a plan does not need: about one of its 28 layers."""
+    plain = make_plan(config_7b(tmp_path), NODE)
+    drafted = make_plan(config_7b(tmp_path, "rollout.sglang.speculative.algorithm=mtp"), NODE)
+    servers = json.loads(drafted.as_json())["servers"]
+    layer = (2 * 3584 * 18944 * 3 + 2 * 3584 * (3584 * 2 + 512 * 2) + 4 * 3584**2) / GIB
+    assert servers["draft_gib"] == pytest.approx(layer, rel=0.01)
+    assert json.loads(plain.as_json())["servers"]["draft_gib"] == 0
+    assert "it costs more than it saves below 1.32 of" in drafted.table()
+    assert "draft:" not in plain.table()
+
+
 OWN_PROMPT = "teacher.prompt='{{ solution }}'"
 
 

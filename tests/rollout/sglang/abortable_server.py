@@ -76,7 +76,8 @@ class AbortableServer:
         ids = np.arange(first, first + number, dtype=np.int32)
         reason = "length" if number == longest else "open"
         logprobs = np.full(number, -0.5, np.float32)
-        return Completion(ids, logprobs, reason, (str(self.version),), 0)
+        versions, passes = (str(self.version),), number // 2  # of which one accepts all the rest
+        return Completion(ids, logprobs, reason, versions, 0, passes, number - passes)
 
     def end(self) -> None:
         self.finish.set()

@@ -18,7 +18,7 @@ import pytest
 from stable_opd_mcore.data.bridge import Observed
 from stable_opd_mcore.data.samples import rollout_samples
 from stable_opd_mcore.endings import Ending
-from stable_opd_mcore.metrics import Sum
+from stable_opd_mcore.metrics import Mean, Sum
 from stable_opd_mcore.records import Rollout, Segment, SequenceScores
 from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
 from stable_opd_mcore.rollout.sglang import dispatch
@@ -78,7 +78,9 @@ def test_aborted_responses_go_on_from_their_tokens_over_two_publishes(tmp_path):
         assert (len(rollout.rollout_logprobs), rollout.finish_reason) == (8, "length")
     asked = [(r.num_sampled, r.sampling.max_new_tokens) for r in client.requests]
     assert asked == [(0, 8), (0, 8), (3, 5), (3, 5), (6, 2), (6, 2)]
-    assert dispatcher.take_metrics()["engine/continued"] == Sum(4)
+    metrics = dispatcher.take_metrics()
+    assert metrics["engine/continued"] == Sum(4)
+    assert metrics["engine/accepted_tokens_per_step"] == Mean(16, 6)  # 3, 3 and 2 tokens, twice
     dispatcher.close()
 
 

@@ -14,6 +14,7 @@ from stable_opd_mcore.rollout.sglang.server_setup import (
     server_options,
     write_model_config,
 )
+from stable_opd_mcore.serving.command import server_environment
 from stable_opd_mcore.serving.process import ServerOptions
 from stable_opd_mcore.serving.requests import UNUSED_POSITIONS
 from tests.config.cases import run_with
@@ -94,6 +95,38 @@ def test_gpt_oss_is_served_in_the_layout_that_is_verified_and_on_a_cpu_by_plain_
     for is_student in (True, False):
         plain = "--attention-backend intel_amx --disable-hybrid-swa-memory"
         assert arguments("cpu", is_student) == plain
+
+
+def test_a_draft_reads_its_own_files_and_survives_released_memory(tmp_path):
+    """The student starts with random weights; its publishes do not reach the draft."""
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    student = tiny.architecture("qwen2")
+    sizes = {"hidden_size": student.hidden_size, "vocab_size": student.vocab_size}
+    of_eagle = {"architectures": ["LlamaForCausalLMEagle3"], **sizes}
+    (draft / "config.json").write_text(json.dumps(of_eagle))
+    (draft / "pytorch_model.bin").touch()
+    model = write_model_config(student, tmp_path / "model")
+    settings = {"algorithm": "eagle3", "draft": str(draft), "steps": 5, "top_k": 4, "tokens": 16}
+
+    def arguments(**sglang) -> str:
+        options = options_of(model, {"speculative": settings} | sglang)
+        variable = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+        assert server_environment(options, "", {})[variable] == "1"
+        return " ".join(options.arguments)
+
+    expected = (
+        f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {draft} "
+        "--speculative-draft-load-format auto --speculative-num-steps 5 "
+        "--speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
+    )
+    assert arguments() == expected
+    assert arguments(placement="colocated") == f"{expected} --enable-draft-weights-cpu-backup"
+    with pytest.raises(UserError, match="speculative on a CPU"):
+        server_options(
+            run_with(rollout={"engine": "sglang", "sglang": {"speculative": settings}}),
+            *(model, 0, (), 1, "cpu"),
+        )
 
 
 @pytest.mark.parametrize(
