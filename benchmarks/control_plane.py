@@ -21,11 +21,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -33,9 +34,10 @@ import orjson
 import psutil
 import torch
 
+from stable_opd_mcore.data.bridge import Observed
+from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.records import Prompt, Sampling
-from stable_opd_mcore.rollout.episodes import Episode
-from stable_opd_mcore.rollout.interaction import Interaction
+from stable_opd_mcore.rollout.episodes import End, Episode, WhatFollows
 from stable_opd_mcore.rollout.sglang.dispatch import Dispatcher
 from stable_opd_mcore.rollout.sglang.event_log import EventLog
 from stable_opd_mcore.rollout.sglang.fleet import Fleet, Member
@@ -45,20 +47,30 @@ from stable_opd_mcore.serving.http_process import HTTP
 from stable_opd_mcore.serving.requests import Generation, Scoring
 
 VOCABULARY, LONG, SHORT, PROMPT = 150_000, 16_384, 512, 256
+OBSERVATION = 64  # tokens between two turns
+TURN_SECONDS = 1.0  # within which one of several turns is sampled
 SPREAD_SECONDS = 4.0  # over which replies come in while the main thread works
+
+
+class Case(NamedTuple):
+    servers: int
+    episodes: int
+    turns: int  # of each
+    tokens: int  # of each turn
 
 
 @dataclass(frozen=True)
 class Size:
     """What is measured."""
 
-    cases: tuple[tuple[int, int, int], ...]  # servers, responses, tokens of each
+    cases: tuple[Case, ...]
     long_responses: int  # that come in while the main thread works
     scored: int  # sequences
 
 
-FULL = Size(((8, 256, LONG), (64, 1024, SHORT), (64, 4096, SHORT)), 256, 16)
-SMOKE = Size(((2, 4, 64),), 2, 1)
+CASES = Case(8, 256, 1, LONG), Case(64, 1024, 1, SHORT), Case(64, 4096, 1, SHORT)
+FULL = Size((*CASES, Case(8, 256, 4, SHORT)), 256, 16)
+SMOKE = Size((Case(2, 4, 1, 64), Case(2, 4, 2, 64)), 2, 1)
 
 
 # ---- the stand-ins
@@ -101,11 +113,29 @@ class Tape:
         return orjson.dumps({"output_ids": [], "meta_info": fields})
 
 
+class PrefixCache:
+    """The contexts that one server has computed; none is forgotten."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, set[int]] = {}  # hashes, by the number of tokens
+
+    def num_cached(self, ids: list[int], sampled: list[int]) -> int:
+        """How many of a request's tokens are known; from now on all of them are."""
+        lengths = (n for n in sorted(self._known, reverse=True) if n <= len(ids))
+        found = next((n for n in lengths if hash(tuple(ids[:n])) in self._known[n]), 0)
+        for whole in (ids, ids + sampled):
+            self._known.setdefault(len(whole), set()).add(hash(tuple(whole)))
+        return min(found, len(ids) - 1)
+
+
 class StandIn(asyncio.Protocol):
     """One connection; it has one request."""
 
-    def __init__(self, tape: Tape, kept: dict[Any, bytes], spread: float) -> None:
+    def __init__(
+        self, tape: Tape, kept: dict[Any, bytes], spread: float, cache: PrefixCache
+    ) -> None:
         self._tape, self._kept, self._spread, self._received = tape, kept, spread, bytearray()
+        self._cache = cache
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -129,7 +159,11 @@ class StandIn(asyncio.Protocol):
         key = tokens or (asked["top_logprobs_num"], len(asked["token_ids_logprob"] or ()))
         if key not in self._kept:
             self._kept[key] = self._tape.response(tokens) if tokens else self._tape.scores(asked)
-        return self._kept[key]
+        if not tokens:
+            return self._kept[key]
+        sampled = self._tape.flat["idx"][:tokens].tolist()
+        cached = self._cache.num_cached(asked["input_ids"], sampled)
+        return self._kept[key].replace(b'"cached_tokens":0', b'"cached_tokens":%d' % cached, 1)
 
     def _send(self, content: bytes) -> None:
         head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(content)
@@ -142,7 +176,7 @@ def stand_ins(number: int, spread: float, vocabulary: int, answer: Connection) -
         tape, kept, loop = Tape(vocabulary), {}, asyncio.get_running_loop()
         servers = [
             await loop.create_server(
-                lambda: StandIn(tape, kept, spread), "127.0.0.1", 0, backlog=4096
+                partial(StandIn, tape, kept, spread, PrefixCache()), "127.0.0.1", 0, backlog=4096
             )
             for _ in range(number)
         ]
@@ -181,14 +215,24 @@ def child_seconds() -> float:
     return times.user + times.system
 
 
+def after_turn(turns: int, episode: Episode) -> Future[WhatFollows]:
+    """Known at once."""
+    seen = Future[WhatFollows]()
+    is_over = len(episode.turns) == turns
+    seen.set_result(End(Ending.LENGTH) if is_over else Observed((10,) * OBSERVATION))
+    return seen
+
+
 def sampled(
-    urls: list[str], number: int, tokens: int, meanwhile: Callable[[Callable[[], bool]], None]
+    urls: list[str], case: Case, meanwhile: Callable[[Callable[[], bool]], None]
 ) -> dict[str, float]:
-    """CPU seconds of trainer and child for `number` responses, and how many were lost.
+    """CPU seconds of trainer and child for a case, how many episodes were lost, and the share of
+    contexts that the servers had computed.
 
     Args:
         meanwhile: what the main thread does until its argument returns True.
     """
+    _, number, turns, tokens = case
     rng = np.random.default_rng(1)
     sampling = Sampling(max_new_tokens=tokens)
     prompts = [tuple(rng.integers(10, VOCABULARY, PROMPT).tolist()) for _ in range(number)]
@@ -209,8 +253,8 @@ def sampled(
                 lambda *_: True,
                 [Episode.begin(Prompt(f"p:{n}", "", prompts[n]), 0, 0)],
                 0,
-                PROMPT + tokens,
-                partial(Interaction().observe, sampling=request.sampling, step=0),
+                PROMPT + turns * (tokens + OBSERVATION),
+                partial(after_turn, turns),
             )
             for n, request in enumerate(requests)
         ]
@@ -220,11 +264,12 @@ def sampled(
         rollouts = [rollout for job in jobs for rollout in job.rollouts]
         seconds = {"trainer": time.process_time() - here, "child": child_seconds() - child}
         seconds["wall"] = time.perf_counter() - began
-        assert {len(rollout.token_ids) for rollout in rollouts} == {tokens}
+        assert {len(rollout.token_ids) for rollout in rollouts} == {turns * tokens}
+        cached = dispatcher.take_metrics()["engine/prefix_cached_share"].value()
         lost = number - len(rollouts) + (len(log.read_text().splitlines()) if log.exists() else 0)
         dispatcher.close()
         fleet.stop()
-    return seconds | {"lost": lost}
+    return seconds | {"lost": lost, "cached": cached or 0.0}
 
 
 def lost_share(run: Callable[[Callable[[Callable[[], bool]], None]], Any]) -> float:
@@ -294,18 +339,22 @@ def main() -> None:
     torch.set_num_threads(1)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # slime's client holds all connections
-    print("| case | ours, trainer | ours, child | slime | ours/slime | wall-clock | lost |")
-    print("|---|---|---|---|---|---|---|")
-    for servers, number, tokens in size.cases:
-        with Servers(servers) as serving:
-            ours = sampled(serving.urls, number, tokens, lambda _: None)
-            slime = slime_seconds(serving.urls, number, tokens) if number < 4096 else None
+    print("| case | ours, trainer | child | slime | ours/slime | wall-clock | cached | lost |")
+    print("|---|---|---|---|---|---|---|---|")
+    for case in size.cases:
+        servers, number, turns, tokens = case
+        has_slime = turns == 1 and number < 4096
+        with Servers(servers, 0.0 if turns == 1 else TURN_SECONDS) as serving:
+            ours = sampled(serving.urls, case, lambda _: None)
+            slime = slime_seconds(serving.urls, number, tokens) if has_slime else None
         both = ours["trainer"] + ours["child"]
         theirs = " | " if slime is None else f"{slime:.2f} s | {both / slime:.2f}"
         costs = f"{ours['trainer']:.3f} s | {ours['child']:.2f} s | {theirs} | {ours['wall']:.1f} s"
-        print(f"| {number} x {tokens} over {servers} | {costs} | {ours['lost']:.0f} |", flush=True)
+        name = f"{number} x {tokens}" if turns == 1 else f"{number} x {turns} turns of {tokens}"
+        rest = f"{ours['cached']:.2f} | {ours['lost']:.0f}"
+        print(f"| {name} over {servers} | {costs} | {rest} |", flush=True)
     with Servers(8, 0.1 if smoke else SPREAD_SECONDS) as serving:
-        lost = lost_share(partial(sampled, serving.urls, size.long_responses, LONG))
+        lost = lost_share(partial(sampled, serving.urls, Case(8, size.long_responses, 1, LONG)))
         print(f"\nmain thread, time lost while replies come in: {lost:.1%}")
     with Servers(1) as serving:
         for top_k in (32, 0):

@@ -2,10 +2,11 @@
 
 Each turn of an episode is a request. Lower steps are sent first; within a step the later turns of
 episodes that have begun, then the first responses to all prompts, then the second ones; among these
-in the order of submission. A request goes to the ready server that has the fewest requests in
-flight and may have one more; a server that has computed its context or prompt already is preferred
-a little. Between two turns no request is in flight: the environment is asked, which may go on over
-a pause, so a weight update waits for turns, not for episodes.
+in the order of submission. A request goes to a ready server that may have one more: the one with
+the fewest requests in flight, or one that has computed its context or prompt already, where
+computing it elsewhere would cost more (`_chosen`). Between two turns no request is in flight: the
+environment is asked, which may go on over a pause, so a weight update waits for turns, not for
+episodes.
 
 `pause` ends what is in flight before weights change: it waits for the servers' last replies, or
 aborts their requests and keeps the tokens sampled so far. An aborted response continues after
@@ -51,8 +52,9 @@ from stable_opd_mcore.serving.requests import Call, Completion
 
 _ABORT_ALL = Call("POST", "/abort_request", {"rid": "", "abort_all": True})
 _ABORT_SECONDS = 0.2  # between two aborts of what is still in flight
-# A server that has computed the prompt is preferred with up to this many more responses in flight
-_SPARED = 4
+# A server computes a token in the time in which it reads the keys and values of about this many.
+# Dense models of 7B to 32B on H100 and H200 have 750 to 2,600, from their sizes (BENCHMARKS.md).
+_READ_PER_COMPUTED = 1024
 
 
 class _Sent(NamedTuple):
@@ -76,6 +78,7 @@ class Dispatcher:
         self._num_running = 0  # requests in flight
         self._num_observing = 0  # episodes whose environment is asked
         self._is_paused = False
+        self._replied_tokens = Mean(0, 0)  # a reply's, of all so far
         self._error: BaseException | None = None  # raised by `wait`
         # requests sent again since the last report, by event and member
         self._again: Counter[tuple[str, str]] = Counter()
@@ -170,15 +173,29 @@ class Dispatcher:
             if not free:
                 return
             (_, _, sample, _), prompt = heapq.heappop(self._queue)
-            known = prompt.known_by(sample)
-            member = min(free, key=lambda m: m.in_flight - (_SPARED if m is known else 0))
-            prompt.member = prompt.member or member
+            member = self._chosen(free, prompt, sample)
+            prompt.members.add(member.name)
             self._count(member, 1)
             try:
                 self._request(_Sent(member, member.client, prompt, sample, 1))
             except BaseException:  # a pause would wait for its reply
                 self._count(member, -1)
                 raise
+
+    def _chosen(self, free: Sequence[Member], prompt: PromptRequests, sample: int) -> Member:
+        """The member where a request costs least, counted in requests in flight.
+
+        Computing its context of L tokens again holds up the request and the n in flight there.
+        Where d more are in flight than elsewhere, each sampled token costs the requests of both
+        servers 2 d times what one more adds: the time to read its context, or to compute a token
+        if that is longer.
+        """
+        length, known = len(prompt.episodes[sample].context), prompt.known_by(sample)
+        sampled = self._replied_tokens.value() or prompt.request.sampling.max_new_tokens
+        lost = min(length, _READ_PER_COMPUTED) / sampled / 2
+        return min(
+            free, key=lambda m: m.in_flight + (0 if m.name in known else lost * (m.in_flight + 1))
+        )
 
     def _request(self, sent: _Sent) -> None:
         delay = 0.0 if sent.attempt == 1 else pause_seconds(sent.attempt - 1)
@@ -202,7 +219,8 @@ class Dispatcher:
         sent.member.has_answered = True
         before, episode = prompt.episodes[sample], prompt.extended(sample, piece)
         if piece.has_tokens:
-            prompt.last_members[sample] = sent.member
+            prompt.last_members[sample] = sent.member.name
+            self._replied_tokens += Mean(len(piece.token_ids), 1)
             if not before.turns[-1].num_tokens:
                 share = Mean(piece.cached_tokens, len(before.context))
                 self._metrics = self._metrics | Metrics({"engine/prefix_cached_share": share})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -31,9 +31,9 @@ class PromptRequests:
     scores: dict[int, Sequence[Future[SequenceScores]]] = field(default_factory=dict)
     number: int = 0  # the order of submission
     is_dropped: bool = False  # nobody waits for it any more
-    member: Member | None = None  # the first one that computed the prompt
+    members: set[str] = field(default_factory=set)  # names of those that have computed the prompt
     # by sample: the one that sampled its turn before, and has computed its context
-    last_members: dict[int, Member] = field(default_factory=dict)
+    last_members: dict[int, str] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
@@ -48,9 +48,9 @@ class PromptRequests:
         is_first_turn = len(self.episodes[sample].turns) == 1
         return self.step, is_first_turn, sample, self.number
 
-    def known_by(self, sample: int) -> Member | None:
-        """The server that has computed most of the sample's context."""
-        return self.last_members.get(sample, self.member)
+    def known_by(self, sample: int) -> Collection[str]:
+        """The names of the servers that have computed most of the sample's context."""
+        return (self.last_members[sample],) if sample in self.last_members else self.members
 
     def next_request(self, sample: int, member: Member) -> Generation:
         """What asks a server for the sample's next tokens."""

@@ -288,13 +288,44 @@ def test_servers_have_equally_many_responses_and_each_at_most_its_share(tmp_path
     assert [member.in_flight for member in fleet.members] == [0, 0, 0]
 
 
-def test_a_prompt_stays_where_it_was_computed_unless_that_server_has_more_to_do(tmp_path):
+@pytest.mark.parametrize(
+    ("length", "max_new_tokens", "both"),
+    [(2, 1, [9, 4]), (1024, 512, [9, 4]), (4096, 512, [9, 4]), (8, 64, [7, 6])],
+)
+def test_a_prompt_stays_where_it_was_computed_until_waiting_there_costs_more(
+    tmp_path, length, max_new_tokens, both
+):
+    """Then another server has computed it, too."""
     fleet = fleet_over(tmp_path, AbortableServer(), AbortableServer())
     dispatcher = Dispatcher(fleet)
-    dispatcher.submit(prompts_of([request(num_samples=4)] * 2))
+    asked = replace(request(max_new_tokens=max_new_tokens, num_samples=4), token_ids=(1,) * length)
+    more = replace(asked, sampling=replace(asked.sampling, num_samples=20))
+    *first, prompt = prompts_of([asked, asked, more])
+    for each in (*first, prompt):
+        each.window = 8192
+    dispatcher.submit(first)
     assert [member.in_flight for member in fleet.members] == [4, 4]
-    dispatcher.submit(prompts_of([request(num_samples=20)]))
-    assert [member.in_flight for member in fleet.members] == [16, 12]
+    late, prompt.episodes = prompt.episodes[5:], prompt.episodes[:5]
+    dispatcher.submit([prompt])
+    assert [member.in_flight for member in fleet.members] == both
+    prompt.episodes = late
+    dispatcher.submit([prompt])
+    assert [member.in_flight for member in fleet.members] == [14, 14]
+    fleet.stop()
+
+
+def test_a_turn_is_expected_to_have_as_many_tokens_as_the_replies_so_far(tmp_path):
+    clients = AbortableServer(), AbortableServer()
+    fleet = fleet_over(tmp_path, *clients)
+    dispatcher = Dispatcher(fleet)
+    long = request(max_new_tokens=100, num_samples=2)
+    dispatcher.submit(prompts_of([long]))
+    assert [member.in_flight for member in fleet.members] == [1, 1]
+    dispatcher.pause(abort=True)  # after three tokens each
+    dispatcher.drop([])
+    dispatcher.resume()
+    dispatcher.submit(prompts_of([replace(long, token_ids=(1,) * 12)]))
+    assert [member.in_flight for member in fleet.members] == [2, 0]
     fleet.stop()
 
 
