@@ -327,25 +327,32 @@ def test_lines_are_numbered_and_have_a_limit(tmp_path, monkeypatch):
 def test_hub_data_are_those_of_their_commit(tmp_path):
     card = b"---\nconfigs:\n- config_name: default\n  data_files: rows.jsonl\n---\n"
     files = {"README.md": card, "rows.jsonl": b'{"problem": "1+1", "answer": "2"}\n'}
-    code = (
-        "import sys; from stable_opd_mcore.data import sources; "
-        "from stable_opd_mcore.config.data import SourceConfig as Source; "
-        "source = Source(path='me/rows', options={'revision': sys.argv[1]}); "
-        "print(*(row.answer for row in sources.load_rows(source)))"
-    )
+    code = """
+import sys
+from stable_opd_mcore.config.data import SourceConfig
+from stable_opd_mcore.data.sources import load_rows
+from stable_opd_mcore.errors import DataError
 
-    def read(revision: str, **where: str) -> str:
+for revision in sys.argv[1:]:
+    try:
+        print(load_rows(SourceConfig(path="me/rows", options={"revision": revision}))[0].answer)
+    except DataError as error:
+        print(error)
+"""
+
+    def read(*revisions: str, **where: str) -> list[str]:
         environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", **where}
-        command = [sys.executable, "-c", code, revision]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        return done.stdout or done.stderr.splitlines()[-1]
+        command = [sys.executable, "-c", code, *revisions]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
 
     with hub_server({"datasets/me/rows": files}) as (url, _):
-        assert read(COMMIT, HF_ENDPOINT=url) == "2\n"
         # datasets itself takes what its cache has, at whatever commit
-        other = rf"me/rows: commit 1{{40}} cannot be downloaded, and the cache has {COMMIT}; "
-        assert re.search(other, read("1" * 40, HF_ENDPOINT=url))
-    assert read(COMMIT, HF_HUB_OFFLINE="1") == "2\n"
+        answer, refusal = read(COMMIT, "1" * 40, HF_ENDPOINT=url)
+        assert answer == "2"
+        wanted = rf"me/rows: commit 1{{40}} cannot be downloaded, and the cache has {COMMIT}; "
+        assert re.match(wanted, refusal)
+    assert read(COMMIT, HF_HUB_OFFLINE="1") == ["2"]
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

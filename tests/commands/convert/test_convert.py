@@ -69,7 +69,7 @@ def convert_in_both_directions(home: Path) -> None:
 
 
 def train_and_convert(home: Path) -> None:
-    write_model(home / "student")
+    shutil.copytree(home / "hf", home / "student")
     generation = {"eos_token_id": [20, 21]}
     (home / "student" / "generation_config.json").write_text(json.dumps(generation))
     student = {"path": str(home / "student"), "architecture": None}
@@ -107,7 +107,7 @@ def convert_weights_of_types(directory: Path) -> None:
     """They keep their values, whatever type config.json names."""
     for stored, named in TYPES:
         home = directory / f"{'_'.join(stored)}_{named}"
-        write_model(home / "hf")
+        shutil.copytree(directory / "hf", home / "hf")
         file, settings = home / "hf" / "model.safetensors", home / "hf" / "config.json"
         types = cycle(getattr(torch, name) for name in stored)
         weights = load_file(file)
