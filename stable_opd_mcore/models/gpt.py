@@ -176,6 +176,7 @@ def _attention_config(architecture: Architecture) -> dict[str, Any]:
         layers = range(architecture.num_layers)
         settings["window_size"] = (window - 1, 0)  # tokens before and after the token itself
         settings["window_attn_skip_freq"] = [n in architecture.sliding_layers for n in layers]
+        settings["cp_comm_type"] = "all_gather"  # Transformer Engine's ring has no windows
     return settings
 
 

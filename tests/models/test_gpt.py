@@ -42,9 +42,6 @@ def test_sinks_refuse_context_parallelism_and_fp8(world: World) -> None:
     sinks = tiny.architecture("gpt_oss")
     with pytest.raises(ValueError, match=r"parallel.context=2: an attention sink .*context=1"):
         build_model(sinks, replace(world, context_size=2))
-    sliding = tiny.architecture("mistral", sliding_window=5)
-    with pytest.raises(ValueError, match=r"context=2: a sliding window of 5 of this mistral model"):
-        build_model(sliding, replace(world, context_size=2))
     with pytest.raises(ValueError, match=r"the experts of this gpt_oss model .*fp8.student=null"):
         build_model(sinks, world, fp8=Fp8("student", "tensorwise"))
 

@@ -25,6 +25,7 @@ from stable_opd_mcore.scoring.megatron import MegatronScorer
 from stable_opd_mcore.scoring.scorer import with_scores
 from stable_opd_mcore.scoring.served import ServedScorer
 from stable_opd_mcore.train.student import Student
+from tests.models import tiny
 from tests.parallel.launch import run_ranks
 from tests.shares import pack_share, sample_of, weights_of, with_gaps
 from tests.train.runs import ALONE, tiny_architecture, tiny_config
@@ -37,20 +38,26 @@ Given = tuple[list[Sample], SampleWeights]
 SIZES = [(1, 0), (1, 1), (2, 1), (1, 6), (5, 8), (7, 10), (8, 8), (3, 28), (2, 45), (4, 0)]
 LAYOUTS = {  # settings, and the objectives that are compared there
     "CP4": ({"context": 4}, ("opd, discounted", "gkd")),
-    "CP2xDP2": ({"context": 2}, ("opd, discounted", "lsm, served")),
+    "CP2xDP2": ({"context": 2}, ("opd, discounted", "lsm, served, windows")),
     "TP2xCP2+SP": (
         {"tensor": 2, "context": 2, "sequence": True},
         ("opd, discounted", "gkd", "own"),
     ),
-    "PP2xCP2": ({"pipeline": 2, "context": 2}, ("opd, discounted", "lsm, served")),
+    "PP2xCP2": ({"pipeline": 2, "context": 2}, ("opd, discounted", "lsm, served, windows")),
 }
 MARGIN = Path(__file__).parents[2] / "docs/examples/pairwise_margin.py"
 OBJECTIVES = {
     "opd, discounted": {"name": "opd", "discount": 0.9},
     "gkd": {"name": "gkd", "divergence": "jsd"},
     "own": {"name": f"{MARGIN}:pairwise_margin", "top_k": 6},
-    "lsm, served": {"name": "lsm", "top_k": 6},
+    "lsm, served, windows": {"name": "lsm", "top_k": 6},  # a student with sliding windows
 }
+WINDOWS = tiny.architecture(
+    "gemma3",
+    vocab_size=VOCAB,
+    num_hidden_layers=2,
+    layer_types=["sliding_attention", "full_attention"],
+)
 # Compared on one rank only.
 OF_TRANSCRIPTS = {
     "opd": {"name": "opd"},
@@ -185,10 +192,9 @@ def train_once(world: World, name: str, path: Path, given: Given) -> dict[str, T
     alone = ALONE if name == "grpo" else {}
     config = tiny_config(path, "context", objective=(OBJECTIVES | OF_TRANSCRIPTS)[name], **alone)
     objective = build_objective(config, [1], [1])
+    architecture = WINDOWS if "windows" in name else read_architecture(tiny_architecture(32, 2))
     student = Student(
-        build_model(
-            read_architecture(tiny_architecture(32, 2)), world, recompute="selective", seed=1
-        ),
+        build_model(architecture, world, recompute="selective", seed=1),
         OptimizerConfig(),
         "fp32",
     )

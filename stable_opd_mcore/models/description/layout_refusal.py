@@ -27,7 +27,6 @@ def layout_refusal(
     kinds = {
         "a gated delta net": net is not None,
         "an attention sink": architecture.family.sinks,
-        f"a sliding window of {architecture.sliding_window}": bool(architecture.sliding_layers),
     }
     needs_whole = next((kind for kind, is_here in kinds.items() if is_here), None)
     if context > 1 and needs_whole is not None:
