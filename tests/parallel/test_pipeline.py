@@ -39,17 +39,17 @@ pytestmark = pytest.mark.slow
 TIED, QWEN3, MOE, DELTA = "qwen2 tied", "qwen3_vl", "qwen3_moe", "qwen3_5"
 SINKS, NEXT, DELTA_MOE = "gpt_oss", "qwen3_next", "qwen3_5_moe"
 WINDOWS, GEMMA = "qwen3 window and biases", "gemma3"
-FLASH, MOONLIGHT = "glm4_moe_lite", "deepseek_v3"
+FLASH, MOONLIGHT, AIR, V2_LITE = "glm4_moe_lite", "deepseek_v3", "glm4_moe", "deepseek_v2"
 LAYOUTS = {  # settings, and the models that have something of their own there
     "TP2": ({"tensor": 2}, (QWEN3, DELTA, GEMMA)),
     "TP2xPP2+SP": (
         {"tensor": 2, "pipeline": 2, "sequence": True},
         (TIED, WINDOWS, MOE, DELTA, GEMMA),
     ),
-    "PP2xVPP2": ({"pipeline": 2, "virtual_pipeline": 2}, (TIED, SINKS)),
+    "PP2xVPP2": ({"pipeline": 2, "virtual_pipeline": 2}, (TIED, SINKS, AIR)),
     "DP4": ({}, (TIED,)),
-    "EP2xPP2": ({"expert": 2, "pipeline": 2}, (MOE, SINKS, DELTA_MOE, MOONLIGHT)),
-    "EP4xTP2+SP": ({"expert": 4, "tensor": 2, "sequence": True}, (MOE, SINKS, NEXT, FLASH)),
+    "EP2xPP2": ({"expert": 2, "pipeline": 2}, (MOE, SINKS, DELTA_MOE, MOONLIGHT, V2_LITE, AIR)),
+    "EP4xTP2+SP": ({"expert": 4, "tensor": 2, "sequence": True}, (MOE, SINKS, NEXT, FLASH, AIR)),
 }
 MODELS = {
     TIED: tiny.architecture("qwen2", tie_word_embeddings=True),
@@ -61,6 +61,8 @@ MODELS = {
     DELTA_MOE: tiny.architecture("qwen3_5_moe"),
     FLASH: tiny.architecture("glm4_moe_lite"),
     MOONLIGHT: tiny.architecture("deepseek_v3"),
+    AIR: tiny.architecture("glm4_moe"),
+    V2_LITE: tiny.architecture("deepseek_v2"),
     GEMMA: tiny.architecture("gemma3"),
     WINDOWS: tiny.architecture("qwen3", attention_bias=True, **tiny.WINDOWS),
 }
@@ -137,8 +139,8 @@ def _check_model(label: str, architecture, world: World, path: Path) -> None:
         for found, wanted in zip(hidden, one_rank["hidden"], strict=True):
             torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
     for name, wanted in one_rank["grads"].items():
-        error = (grads[name] - wanted).abs().max() / wanted.abs().max()
-        assert error < tolerance, f"{label}: gradient of {name} differs by {error:.1e}"
+        error, size = (grads[name] - wanted).abs().max(), wanted.abs().max()  # 0: an unused expert
+        assert error <= tolerance * size, f"{label}: {name} gradient {error:.1e} of {size:.1e}"
 
 
 def _count_elements_read(patch: pytest.MonkeyPatch) -> Callable[[], int]:

@@ -47,6 +47,7 @@ LAYOUTS = [  # family, tensor, pipeline, context, sequence, precision, recompute
     ("gemma3", 4, 2, 1, True, "bf16", "none"),
     ("glm4_moe_lite", 2, 2, 1, True, "bf16", "none"),
     ("deepseek_v3", 1, 1, 1, False, "bf16", "selective"),
+    ("glm4_moe", 2, 1, 1, True, "bf16", "selective"),
     ("gemma3", 1, 1, 1, False, "bf16", "full"),
     ("gemma3", 2, 1, 1, True, "bf16", "selective"),
     ("qwen3_next", 2, 2, 1, True, "bf16", "none"),

@@ -70,6 +70,16 @@ SINKS = tiny_architecture(
     rope_parameters={"rope_type": "default"},
     **EXPERTS,
 )
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+}
+AIR = tiny_architecture(  # GLM-4.5-Air's kind
+    16, 4, model_type="glm4_moe", attention_bias=True, head_dim=8, **ROUTED
+)
 LATENTS = tiny_architecture(  # Moonlight's kind
     16,
     2,
@@ -80,13 +90,9 @@ LATENTS = tiny_architecture(  # Moonlight's kind
     qk_nope_head_dim=4,
     qk_rope_head_dim=4,
     v_head_dim=5,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    n_shared_experts=1,
-    moe_intermediate_size=12,
     n_group=4,
     topk_group=2,
-    first_k_dense_replace=1,
+    **ROUTED,
 )
 SIZES: dict[str, Any] = {"vocab_size": 27, "num_attention_heads": 2, "rms_norm_eps": 1e-5}
 HYBRID, HYBRID_EXPERTS, SHARED_EXPERT, WINDOWS = (
@@ -168,14 +174,14 @@ CASES = {
     "hybrid": Case(2, HYBRID, ("tp2_sp", "pp2_vpp2")),
     "hybrid_experts": Case(4, HYBRID_EXPERTS, ("ep4_tp2", "ep2_pp2")),
     "dense_factors": Case(2, DENSE, ("pp2_vpp2", "cp2"), LORA, FAST),
-    "moving_reference": Case(2, DENSE, ("tp2_sp", "dp"), SOME, FAST | MOVING),
-    "factors_of_experts": Case(2, MIXTURE, ("ep2", "tp2_sp"), LORA, FAST),
+    "moving_reference": Case(2, WINDOWS, ("tp2_sp", "cp2"), SOME, FAST | MOVING),
+    "factors_of_experts": Case(2, AIR, ("ep2", "tp2_sp", "pp2_vpp2"), LORA, FAST),
     "factors_of_latents": Case(
         2, LATENTS | {"q_lora_rank": 6}, ("ep2", "tp2_sp"), LORA, FAST | PAIRS, shares=True
     ),
     "factors_of_windows": Case(2, WINDOWS, ("tp2_sp", "pp2_vpp2"), LORA, FAST | PAIRS, shares=True),
     "factors_of_shared_expert": Case(4, SHARED_EXPERT, ("ep4_tp2", "ep2_pp2"), LORA, FAST),
-    "ahead": Case(2, MIXTURE, ("ep2",), sections=AHEAD),
+    "ahead": Case(2, AIR, ("ep2",), sections=AHEAD),
     "teacher_of_experts": Case(
         2, tiny_architecture(16, 2), ("ep2",), sections={"teacher": {"architecture": MIXTURE}}
     ),

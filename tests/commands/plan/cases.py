@@ -122,6 +122,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
     },
+    "glm4_moe": {  # GLM-4.5-Air's at half of its width, with fewer experts
+        "hidden_size": 2048,
+        "intermediate_size": 5472,
+        "moe_intermediate_size": 704,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": True,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+    },
     "gemma3": {  # Gemma 3 4B's, whose decoder has an object of its own
         "hidden_size": 2560,
         "num_attention_heads": 8,
