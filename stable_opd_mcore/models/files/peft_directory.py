@@ -163,11 +163,11 @@ def adapter_config(
     rank = max(lora.rank, lora.rank_of(True))
     of_parameters: dict[str, Any] = {}
     if architecture.family.shared_expert or architecture.family.stacked_experts:
-        # Named as modules, PEFT would find either the experts or the shared expert.
+        # Named as modules, PEFT would find either the experts or shared experts and dense layers.
         of_experts = {name for name in matrices if ".experts" in name}
-        shared = {name for name in matrices if ".shared_expert." in name}
-        matrices -= of_experts | shared
-        parameters = {f"shared_expert.{name.rpartition('.')[2]}.weight" for name in shared}
+        others = {name for name in matrices - of_experts if ".mlp." in name}
+        matrices -= of_experts | others
+        parameters = {".".join([*name.split(".")[-2:], "weight"]) for name in others}
         parameters |= {f"mlp.experts.{kind}" for kind in _expert_stacks(architecture, lora)}
         of_parameters = {"target_parameters": sorted(parameters)} if parameters else {}
         if _GATE_UP in parameters and not architecture.family.stacked_experts:

@@ -83,7 +83,10 @@ def test_the_files_are_the_trained_model(model_type, num_matrices, world: World,
 
 @pytest.mark.parametrize(
     "model_type",
-    ["gemma3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gpt_oss"],
+    [
+        *("gemma3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gpt_oss"),
+        *("glm4_moe_lite", "glm4_moe", "deepseek_v3", "deepseek_v2"),
+    ],
 )
 def test_peft_loads_the_files(model_type, world: World, tmp_path) -> None:
     peft = pytest.importorskip("peft")
@@ -95,6 +98,18 @@ def test_peft_loads_the_files(model_type, world: World, tmp_path) -> None:
     found = logprobs_by_transformers(model.eval())
     tolerance = 2 * tiny.tolerance(chunks[0].architecture)
     torch.testing.assert_close(found, logprobs_of(chunks), rtol=0, atol=tolerance)
+
+
+def test_other_mlps_than_experts_are_named_as_parameters(world: World, tmp_path) -> None:
+    """PEFT takes gate_proj and its like, named as modules, for the experts' alone."""
+    export_adapter(adapted(tiny.config("glm4_moe"), world), tmp_path, None)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert settings["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert settings["target_parameters"] == [
+        *("mlp.down_proj.weight", "mlp.experts.down_proj", "mlp.experts.gate_up_proj"),
+        *("mlp.gate_proj.weight", "mlp.up_proj.weight", "shared_experts.down_proj.weight"),
+        *("shared_experts.gate_proj.weight", "shared_experts.up_proj.weight"),
+    ]
 
 
 def test_fewer_ranks_of_experts_are_padded(world: World, tmp_path) -> None:
@@ -115,6 +130,7 @@ CHOSEN = [  # family, matrices, those of an adapter that has one more or one few
     ("gpt_oss", ("gate_up_proj", "k_proj"), ("gate_up_proj", "down_proj", "k_proj")),
     ("qwen3_5_moe", ("experts.up_proj", "in_proj_z"), ("up_proj", "in_proj_z")),
     ("qwen3_moe", ("experts.down_proj",), None),
+    ("deepseek_v3", ("q_proj", "kv_b_proj"), ("kv_b_proj",)),
 ]
 
 
