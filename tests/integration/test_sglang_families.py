@@ -46,15 +46,19 @@ from tests.shares import weights_of
 
 pytestmark = [needs_sglang, pytest.mark.cluster]
 
-LATENTS = tiny.DEEPSEEK | {  # the widths of experts are padded by the server
+ROUTED = tiny.ROUTED | {  # the widths of experts are padded by the server
     "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+}
+LATENTS = {
+    **tiny.DEEPSEEK,
+    **ROUTED,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "head_dim": 16,
     "v_head_dim": 16,
-    "moe_intermediate_size": 48,
-    "n_shared_experts": 1,
 }
 FAMILIES = {  # the student of the other files is an untied qwen2
     "qwen3_vl": {  # served as a qwen3
@@ -88,6 +92,10 @@ FAMILIES = {  # the student of the other files is an untied qwen2
     },
     "glm4_moe_lite": architecture("glm4_moe_lite", tied=False, **LATENTS),
     "deepseek_v3": architecture("deepseek_v3", tied=False, **LATENTS | tiny.MOONLIGHT),
+    "deepseek_v2": architecture(
+        "deepseek_v2", tied=False, **LATENTS | tiny.V2_LITE | {"first_k_dense_replace": 1}
+    ),
+    "glm4_moe": architecture("glm4_moe", tied=False, **ROUTED | tiny.AIR | {"head_dim": 16}),
     "gpt_oss": architecture(
         "gpt_oss",
         tied=False,
@@ -106,7 +114,7 @@ EXPERTS = {**DENSE, "expert": 2, "sequence": True}
     "names",
     [
         *(("qwen3_vl", "gpt_oss"), ("llama", "qwen3_moe")),
-        *(("gemma3", "glm4_moe_lite"), ("deepseek_v3",)),
+        *(("gemma3", "glm4_moe_lite"), ("deepseek_v3",), ("deepseek_v2", "glm4_moe")),
     ],
     ids="-".join,
 )

@@ -190,6 +190,8 @@ def model_config(architecture: Architecture) -> dict[str, Any]:
         # It reads keys that transformers' settings lack, whose only value here the family knows.
         known = architecture.family.supported
         own |= {key: known[key] for key in _ROUTER_KEYS if key in known}
+        if (experts := architecture.experts) is not None:  # it needs both, even without groups
+            own |= {"n_group": experts.num_groups, "topk_group": experts.groups_per_token}
     if architecture.delta_net is not None:
         own |= {"full_attention_interval": _attention_interval(architecture)}
     return own_class | source | own

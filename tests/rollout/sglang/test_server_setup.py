@@ -175,6 +175,14 @@ def test_a_model_with_other_parts_is_served_by_its_decoder():
         model_config(read_architecture(tiny.config("qwen3_5", layer_types=irregular)))
 
 
+def test_groups_of_experts_are_stated_for_a_router_without_groups():
+    """SGLang cannot be built without both numbers, which transformers' V2 may lack."""
+    fields = tiny.config("deepseek_v2")
+    assert fields.keys().isdisjoint({"n_group", "topk_group"})
+    served = model_config(read_architecture(fields))
+    assert (served["n_group"], served["topk_group"]) == (1, 1)
+
+
 def test_servers_know_no_stop_id_but_those_of_a_request():
     """Absent, it would be 2 for a Llama, by transformers' default."""
     fields = tiny_architecture(32, 2, eos_token_id=20)

@@ -85,17 +85,34 @@ def test_decay_rates_travel_in_fp32_to_servers_in_bf16(world):
         assert torch.equal(found, tensor.to(found.dtype))
 
 
-def test_products_that_sglang_joins_are_in_one_bucket_and_biases_of_the_choice_in_fp32(world):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_two_products_that_sglang_joins_never_travel_in_two_buckets(world, dtype):
+    """At bucket sizes below a pair's, and at those that end between its two tensors."""
+    fields = tiny.architecture("glm4_moe_lite")
+    chunks = build_model(fields, world, precision="fp32", trainable=False, seed=2)
+    expected = {name: tensor.to(dtype) for name, tensor in iter_hf_tensors(chunks)}
+    kinds = [f".self_attn.{kind}.weight" for kind in SENT_TOGETHER]
+    pair = sum(expected[f"model.layers.0{kind}"].nbytes for kind in kinds)
+    most = 0
+    for size in range(pair // 4, 12 * pair, pair // 8):
+        buckets = [dict(bucket.tensors) for bucket in make_buckets(chunks, dtype, size, Buffers())]
+        for held in buckets:
+            layers = [{name.removesuffix(k) for name in held if name.endswith(k)} for k in kinds]
+            assert layers[0] == layers[1], size
+        names = [name for held in buckets for name in held]
+        assert names == list(expected)
+        most = max(most, *map(len, buckets))
+    assert most > 9  # the largest buckets have room for several pairs
+
+
+def test_biases_of_the_choice_of_experts_travel_in_fp32(world):
     fields = tiny.architecture("glm4_moe_lite")
     chunks = build_model(fields, world, precision="bf16", trainable=False, seed=2)
     expected = dict(iter_hf_tensors(chunks))
     buckets = []
-    for bucket in make_buckets(chunks, torch.bfloat16, 1500, Buffers()):  # smaller than a pair
+    for bucket in make_buckets(chunks, torch.bfloat16, 1500, Buffers()):
         assert all(torch.equal(tensor, expected[name]) for name, tensor in bucket.tensors)
         buckets.append({name: tensor.dtype for name, tensor in bucket.tensors})
-    for layer in range(fields.num_layers):
-        pair = (f"model.layers.{layer}.self_attn.{x}.weight" for x in SENT_TOGETHER)
-        assert any(each.keys() >= set(pair) for each in buckets)
     in_fp32 = [name for each in buckets for name, dtype in each.items() if dtype == torch.float32]
     assert in_fp32 == [f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3)]
 
