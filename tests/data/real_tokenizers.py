@@ -1,9 +1,9 @@
-"""Five published chat templates with a tokenizer each, and four of which the texts are public.
+"""Five published chat templates with a tokenizer each, and five of which the texts are public.
 
 Qwen2.5-Instruct and Qwen3 have the ids of Qwen2.5-Math's tokenizer, so it is read for them, too;
-tokens of Qwen3 that it lacks are added. So it is for GLM and Moonlight, whose templates are written
-here in a shorter form, as Gemma 3's is: with the same texts, but without tools' schemas, images and
-default system messages.
+tokens of Qwen3 that it lacks are added. So it is for the five in SHORT, whose templates are written
+here in a shorter form: with the same texts, but without tools' schemas, images, default system
+messages and a token at the beginning.
 """
 
 import json
@@ -20,6 +20,7 @@ MATH, QWEN25, QWEN3 = "Qwen2.5-Math-1.5B", "Qwen2.5-Instruct", "Qwen3"
 THINKING, R1 = "Qwen3-Thinking-2507", "DeepSeek-R1-Distill-Qwen"
 
 GLM45, GLM47, MOONLIGHT = "GLM-4.5-Air", "GLM-4.7-Flash", "Moonlight"
+GEMMA, V2_LITE = "Gemma-3", "DeepSeek-V2-Lite"
 _LAST_USER = (  # thoughts before the last user's message are left out
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -69,8 +70,16 @@ GEMMA_MARKS = ("<start_of_turn>", "<end_of_turn>")
 SHORT = {  # template, control tokens
     GLM45: (GLM45_TEMPLATE, GLM_MARKS),
     GLM47: (GLM47_TEMPLATE, GLM_MARKS),
-    MOONLIGHT: (
-        "{% for m in messages %}<|im_{{ 'system' if m.role == 'tool' else m.role }}|>{{ m.role }}"
+    GEMMA: (GEMMA_TEMPLATE, GEMMA_MARKS),
+    V2_LITE: (
+        "{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content + '\n\n' }}"
+        "{% elif m.role == 'assistant' %}Assistant: {{ m.content + eos_token }}"
+        "{% elif m.role == 'system' %}{{ m.content + '\n\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}Assistant:{% endif %}",
+        (),
+    ),
+    MOONLIGHT: (  # the token before a role is that of a system, user or assistant message only
+        "{% for m in messages %}{{ '<|im_' + m.role + '|>' if m.role != 'tool' }}{{ m.role }}"
         "<|im_middle|>{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}",
         ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),

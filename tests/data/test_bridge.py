@@ -1,4 +1,4 @@
-"""The text between two turns: of nine published templates, around foreign text, and refused."""
+"""The text between two turns: of ten published templates, around foreign text, and refused."""
 
 import random
 import unicodedata
@@ -11,6 +11,7 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.errors import DataError
 from tests.commands.check.directories import TEMPLATE, write_model
 from tests.data.real_tokenizers import (
+    GEMMA,
     GEMMA_MARKS,
     GEMMA_TEMPLATE,
     GLM45,
@@ -21,6 +22,7 @@ from tests.data.real_tokenizers import (
     QWEN25,
     R1,
     THINKING,
+    V2_LITE,
     real_tokenizer,
 )
 
@@ -28,9 +30,7 @@ QWEN_USER = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n
 QWEN_TOOL = QWEN_USER.format("<tool_response>\n{}\n</tool_response>")
 R1_USER = "<\uff5cend\u2581of\u2581sentence\uff5c><\uff5cUser\uff5c>{}<\uff5cAssistant\uff5c>"
 GLM45_TOOL = "\n<tool_response>\n{}\n</tool_response>"
-MOONLIGHT_NEW = (
-    "<|im_end|><|im_{}|>{}<|im_middle|>{}<|im_end|><|im_assistant|>assistant<|im_middle|>"
-)
+MOONLIGHT_NEW = "<|im_end|>{}<|im_middle|>{}<|im_end|><|im_assistant|>assistant<|im_middle|>"
 NO_THOUGHT = {"enable_thinking": False}
 WRITTEN = [  # the template, its arguments, a role, and what stands between two turns
     *((name, {}, "user", QWEN_USER) for name in (MATH, QWEN25, QWEN3)),
@@ -46,8 +46,9 @@ WRITTEN = [  # the template, its arguments, a role, and what stands between two 
     (GLM47, {}, "user", "<|user|>{}<|assistant|><think>"),
     (GLM47, {}, "tool", "<|observation|><tool_response>{}</tool_response><|assistant|><think>"),
     (GLM47, NO_THOUGHT, "user", "<|user|>{}<|assistant|></think>"),
-    (MOONLIGHT, {}, "user", MOONLIGHT_NEW.format("user", "user", "{}")),
-    (MOONLIGHT, {}, "tool", MOONLIGHT_NEW.format("system", "tool", "{}")),
+    (MOONLIGHT, {}, "user", MOONLIGHT_NEW.format("<|im_user|>user", "{}")),
+    (MOONLIGHT, {}, "tool", MOONLIGHT_NEW.format("tool", "{}")),
+    (V2_LITE, {}, "user", "<|endoftext|>User: {}\n\nAssistant:"),
 ]
 KINDS = pytest.mark.parametrize(("name", "kwargs", "role", "written"), WRITTEN)
 SYSTEM, ASK = {"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}
@@ -77,7 +78,7 @@ def test_a_bridge_is_what_the_template_writes_less_what_was_sampled(name, kwargs
     tokenizer = real_tokenizer(name, **kwargs)
     bridge, new = Bridge(tokenizer), {"role": role, "content": " It is 3.\n"}
     whole = tuple(tokenizer.encode(written.format(" It is 3.\n")))
-    other_stop, cut = 151647 if name == R1 else 151643, tokenizer.encode("so")[0]
+    other_stop, cut = 151647 if name in (R1, V2_LITE) else 151643, tokenizer.encode("so")[0]
     sampled_end = bridge.append([new], end_of(tokenizer, written))
     assert sampled_end.token_ids == whole[1:]
     for last in (other_stop, cut):
@@ -219,15 +220,37 @@ def test_foreign_text_never_ends_its_message(name, kwargs, role, written):
     assert not rendered.restarts
 
 
-def test_a_role_whose_bridge_depends_on_the_history_is_refused_by_name():
-    bridge = Bridge(real_tokenizer(R1))
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [(R1, "depends on the turns"), (GEMMA, "must alternate"), (V2_LITE, "does not write it")],
+)
+def test_a_tool_message_that_the_template_does_not_take_is_refused_by_name(name, reason):
+    bridge = Bridge(real_tokenizer(name))
     tool = {"role": "tool", "content": "4"}
-    with pytest.raises(
-        DataError, match=r"R1.*a tool message cannot follow .* depends on the turns"
-    ):
+    with pytest.raises(DataError, match=rf"{name}.*a tool message cannot follow .*{reason}"):
         bridge.append([tool], 1)
     assert "make it a user message" in bridge.refusal("tool")
     assert "only user and tool messages can" in bridge.refusal("system")
+
+
+def test_gemmas_template_trims_messages_and_takes_one_user_message_at_a_time():
+    tokenizer = real_tokenizer(GEMMA)
+    bridge, new = Bridge(tokenizer), {"role": "user", "content": " So?\n"}
+    written = "<end_of_turn>\n<start_of_turn>user\nSo?<end_of_turn>\n<start_of_turn>model\n"
+    whole = tuple(tokenizer.encode(written))
+    history = [SYSTEM, ASK]
+    context = tokenizer.encode(tokenizer.render_turns(history))
+    for turn in THOUGHTS:  # which it leaves in earlier turns
+        said = [*tokenizer.encode(turn["content"]), whole[0]]
+        observed = bridge.append([new], said[-1])
+        history += [turn, new]
+        seen = bridge.render(history, [*context, *said])
+        assert seen.token_ids == observed.token_ids == whole[1:]
+        assert not seen.restarts
+        assert bridge.append([new], 151643).token_ids == whole
+        context += [*said, *observed.token_ids]
+    with pytest.raises(DataError, match="Conversation roles must alternate"):
+        bridge.append([new, new], whole[0])
 
 
 def raising(condition):
@@ -329,6 +352,14 @@ def test_tool_calls_are_the_templates_text(name):
     assert bridge.turns.said({**turn, "tool_calls": [call, call]}) == f"{written}\n{written}"
     whole = real_tokenizer(name).render([ASK, turn])
     assert whole.endswith(f"{written}<|im_end|>\n")
+
+
+@pytest.mark.parametrize("name", [GEMMA, MOONLIGHT, V2_LITE])
+def test_tool_calls_that_a_template_drops_are_refused(name):
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    turn = {"role": "assistant", "content": "I add.", "tool_calls": [call]}
+    with pytest.raises(DataError, match=f"{name}.*not write tool calls after a text; write them"):
+        Bridge(real_tokenizer(name)).turns.said(turn)
 
 
 @pytest.mark.parametrize("has_filter", [True, False])
