@@ -181,7 +181,7 @@ CASES = {
     ),
     "factors_of_windows": Case(2, WINDOWS, ("tp2_sp", "pp2_vpp2"), LORA, FAST | PAIRS, shares=True),
     "factors_of_shared_expert": Case(4, SHARED_EXPERT, ("ep4_tp2", "ep2_pp2"), LORA, FAST),
-    "ahead": Case(2, AIR, ("ep2",), sections=AHEAD),
+    "ahead": Case(4, AIR, ("cp2_ep2",), sections=AHEAD),
     "teacher_of_experts": Case(
         2, tiny_architecture(16, 2), ("ep2",), sections={"teacher": {"architecture": MIXTURE}}
     ),
