@@ -1,6 +1,7 @@
 """Settings of the models: student, teacher, reference, tokenizer. Loads without torch."""
 
 import math
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -78,6 +79,14 @@ class StudentConfig(ModelConfig):
     delta nets; all other weights are frozen. `null`: all weights are trained."""
 
 
+class NamedTeacher(ModelConfig):
+    """One of several teachers: a model of its own, or the section's with an adapter."""
+
+    adapter: str | None = None
+    """Directory of an adapter that PEFT has saved, in place of `path`: the teacher is the model of
+    `teacher.path` with its factors, which are all the memory that it takes."""
+
+
 class PromptFunction(Section):
     """A function of the user's own that makes the teacher's prompt of a rollout after it has ended:
     docs/teacher_prompt.md."""
@@ -133,16 +142,31 @@ class TeacherConfig(ModelConfig):
     servers are compared at the start with those that these weights give, computed on the CPUs of
     the first machine. `refuse` and `warn`: what follows from a difference. `skip`: nothing is
     compared."""
-    models: dict[str, ModelConfig] = Field(default={})
+    models: dict[str, NamedTeacher] = Field(default={})
     """With `engine: megatron`: more teachers, of the sources that name them in
-    `data.train[].teacher`; this section's own model teaches the others. All wait in host memory and
-    take turns on the GPUs."""
+    `data.train[].teacher`; this section's own model teaches the others. Models wait in host memory
+    and take turns on the GPUs. In place of a model's keys, `adapter: DIRECTORY` names what PEFT has
+    saved for this section's own model."""
 
     def named(self, name: str | None) -> Self:
         """The section with this one of `models` as the only teacher; None: with its own model."""
         own = self if name is None else self.models[name]
-        files = {key: getattr(own, key) for key in _FILES}
+        if name in self.adapters:
+            files = {"stop_token_ids": own.stop_token_ids or self.stop_token_ids}
+        else:
+            files = {key: getattr(own, key) for key in _FILES}
         return self.model_copy(update={**files, "models": {}})
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether several models take turns on the GPUs."""
+        return any(model.adapter is None for model in self.models.values())
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The directories of those of `models` that are adapters."""
+        models = self.models.items()
+        return {name: Path(model.adapter) for name, model in models if model.adapter}
 
     @property
     def prompt_function(self) -> PromptFunction | None:
@@ -199,8 +223,15 @@ class TeacherConfig(ModelConfig):
                 "teacher.path to one, or teacher.routes for several served teachers"
             )
         for name, model in self.models.items():
-            if (model.path is None) == (model.architecture is None):
-                raise ValueError(f"teacher.models.{name} needs a path or an architecture; set one")
+            if [model.path, model.architecture, model.adapter].count(None) != 2:
+                raise ValueError(
+                    f"teacher.models.{name} needs a path, an architecture or an adapter; set one"
+                )
+            if model.adapter and (model.window or model.rope_theta):
+                raise ValueError(
+                    f"teacher.models.{name} has an adapter, so its window and rope_theta are those "
+                    "of teacher; drop them there"
+                )
             if model.chat_template_kwargs:
                 raise ValueError(
                     f"teacher.models.{name} has chat_template_kwargs, but those of teacher count "

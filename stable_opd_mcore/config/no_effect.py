@@ -69,6 +69,8 @@ def _needs(config: Config) -> dict[str, tuple[str, bool]]:
     has_schedule = config.optimizer.schedule != "constant"
     has_jsd = any(each.divergence == "jsd" for each in config.objectives)
     is_used = any(config.objective_of(each) == config.objective for each in data.sources)
+    in_turn = config.teacher is not None and config.teacher.in_turn
+    takes_turns = in_turn and any(map(config.asks_teacher, data.sources))
     return {
         "objective.jsd_beta": ("objective.divergence=jsd", has_jsd),
         "objective.name": ("a source without an objective of its own", is_used),
@@ -85,6 +87,10 @@ def _needs(config: Config) -> dict[str, tuple[str, bool]]:
         "reference.every": ("reference.update=every", config.reference.update == "every"),
         "reference.decay": ("reference.update=ema", config.reference.update == "ema"),
         "rollout.importance_threshold": ("rollout.importance_correction", is_corrected),
+        "memory.teachers_directory": (
+            "several models in teacher.models and an objective that asks a teacher",
+            takes_turns,
+        ),
         "rollout.sglang.lora": ("student.lora", config.student.lora is not None),
         "objective.clip": has_ratio,
         "objective.advantage.policy": has_ratio,

@@ -225,7 +225,8 @@ class Config(Section):
         models: dict[str, ModelConfig] = {"student": self.student}
         if self.teacher is not None and not self.teacher.is_served and not self.teacher.is_self:
             models["teacher"] = self.teacher
-            models |= {f"teacher.models.{name}": own for name, own in self.teacher.models.items()}
+            named = self.teacher.models.items()
+            models |= {f"teacher.models.{key}": own for key, own in named if own.adapter is None}
         return models
 
     @property

@@ -31,7 +31,7 @@ def teachers_refusal(config: Any) -> str | None:
             f"teacher.models.{idle[0]} scores no rows: no source whose objective asks a teacher "
             "names it; drop it, or set data.train[].teacher"
         )
-    if None not in used:
+    if None not in used and not config.teacher.adapters:
         return (
             "every source names one of teacher.models, so the model of teacher.path scores no "
             "rows; set teacher.path to one of them, and drop it from teacher.models and from its "

@@ -163,6 +163,10 @@ class MemoryConfig(Section):
     needed by the update. `frozen`: teacher and reference in the trainer, needed to score; the loss
     keeps their heads. `student`: its weights, while colocated servers sample. `null`: all of them
     with colocated SGLang servers, nothing otherwise."""
+    teachers_directory: str | None = None
+    """A directory on a local disk of each node, in whose files the models of `teacher.models` wait
+    for their turn. The files have no names and end with the run. `null`: they wait in pinned host
+    memory."""
 
 
 class CheckpointConfig(Section):

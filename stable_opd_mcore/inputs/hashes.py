@@ -109,6 +109,8 @@ def _teachers(config: Config) -> Iterator[tuple[str, str]]:
     for name, model in teacher.models.items():
         if model.path is not None:
             yield f"teacher.models.{name}.path", model.path
+    for name, directory in teacher.adapters.items():
+        yield f"teacher.models.{name}.adapter", str(directory)
 
 
 def _places(config: Config) -> Iterator[tuple[str, str]]:

@@ -161,7 +161,8 @@ def _teacher_window(config: Config) -> int | None:
     teacher = config.teacher
     assert teacher is not None
     if not teacher.is_served:
-        models = [config.teacher_model or teacher, *teacher.models.values()]
+        others = [own for role, own in config.models_in_trainer.items() if role != "student"]
+        models = others or [config.teacher_model or teacher]
         return min(configured_architecture(model).max_positions for model in models)
     if teacher.path is None or not (Path(teacher.path) / "config.json").is_file():
         return None

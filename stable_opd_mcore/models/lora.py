@@ -128,6 +128,29 @@ def merge(chunks: Sequence[Module]) -> None:
         model.factors = FactorList()
 
 
+def set_apart(chunks: Sequence[Module]) -> list[Factors]:
+    """Take the factors out of the chunks, which may then get others. They are switched off, and
+    still compute inside `switched_on`."""
+    every = factors_of(chunks)
+    for factors in every:
+        factors.requires_grad_(False).is_on = False
+    for model in map(unwrap, chunks):
+        model.factors = FactorList()
+    return every
+
+
+@contextmanager
+def switched_on(every: Sequence[Factors]) -> Iterator[None]:
+    """Inside the block, add these factors of `set_apart` to the outputs of their layers."""
+    for factors in every:
+        factors.is_on = True
+    try:
+        yield
+    finally:
+        for factors in every:
+            factors.is_on = False
+
+
 def _is_adapted(name: str, weight: Tensor, entry: tensors.Parameter) -> bool:
     is_gate = any(part in name for part in _GATES)
     if weight.dim() != 2 or not name.startswith("decoder.layers.") or is_gate:

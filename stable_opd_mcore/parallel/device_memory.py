@@ -11,14 +11,18 @@ Workspaces of Transformer Engine and NCCL and the CUDA context stay. No GPU has 
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.parallel.world import gather_objects
 
 
@@ -31,7 +35,7 @@ class Part:
     tensors: Callable[[], Iterable[Tensor]]
     # Copied to the host at every move, once, or never; scratch is zero after a move to the device
     content: Literal["changes", "constant", "scratch"] = "changes"
-    takes_turns: bool = False  # on the device only while no other part of this kind is
+    takes_turns: bool = False  # on the device only while `take_turn` names it
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,12 @@ class DeviceMemory:
         parts: Sequence[Part] = (),
         offloaded: Collection[str] = (),
         device: torch.device | str = "cpu",
+        directory: str | None = None,
     ) -> None:
+        """directory: where parts that take turns wait in files; None: in host memory."""
         self._parts = {part.name: part for part in parts}
         self._offloaded = [p.name for p in parts if p.name in offloaded or p.takes_turns]
-        self._on_gpu = torch.device(device).type == "cuda"
+        self._on_gpu, self._directory = torch.device(device).type == "cuda", directory
         self._moved: dict[str, list[_Moved]] = {}
         self._hosts: dict[tuple[str, int], Tensor] = {}  # by storage; kept, as pinning is slow
         self._give_back: Callable[[], None] | None = None
@@ -98,12 +104,13 @@ class DeviceMemory:
                 else:
                     _bytes_of(moved.tensor).copy_(moved.host, non_blocking=True)
 
-    def take_turn(self, name: str | None) -> None:
-        """Have this one of the parts that take turns on the device and the others on the host;
-        None: all on the host."""
-        self.keep_only(*(n for n, part in self._parts.items() if n == name or not part.takes_turns))
-        if name is not None:
-            self.bring(name)
+    def take_turn(self, *names: str) -> None:
+        """Have these of the parts that take turns on the device and the others of them on the
+        host."""
+        self.keep_only(
+            *(n for n, part in self._parts.items() if n in names or not part.takes_turns)
+        )
+        self.bring(*names)
 
     def lend(self, give_back: Callable[[], None], *, keep: Sequence[str] = ()) -> None:
         """Let this rank's servers use the device until the next `hold`, which calls `give_back`, so
@@ -153,7 +160,10 @@ class DeviceMemory:
             return _Moved(tensor, size, None)
         host = self._hosts.get(key)
         if host is None or host.numel() != size:
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
+            if part.takes_turns and self._directory is not None:
+                host = _in_file(self._directory, size)
+            else:
+                host = torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
             self._hosts[key] = host
             host.copy_(_bytes_of(tensor), non_blocking=True)
         elif part.content == "changes":
@@ -168,6 +178,20 @@ class DeviceMemory:
             for moved in self._moved[name]:
                 moved.tensor.untyped_storage().resize_(0)
         _empty_caches()
+
+
+def _in_file(directory: str, size: int) -> Tensor:
+    """uint8 [size] in a file without a name, whose space is free when the process ends."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk would end a later write
+            return torch.from_numpy(np.memmap(file, np.uint8, "r+", shape=(size,)))
+    except OSError as error:
+        raise UserError(
+            f"memory.teachers_directory={directory}: no room for {size / 2**20:,.1f} MiB of a "
+            f"teacher ({error.strerror}); set it to a directory on a local disk with room for "
+            "all teachers, or drop it"
+        ) from None
 
 
 def _empty_caches() -> None:

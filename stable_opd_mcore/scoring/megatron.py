@@ -46,6 +46,7 @@ class MegatronScorer(Scorer):
     head: Head | None = None
     # has the model on the device, where it takes turns with others (teacher.models)
     take_turn: Callable[[], None] = lambda: None
+    bring_head: Callable[[], None] = lambda: None  # the same of its head only
     # a context for the forward pass of each micro-batch
     around: Callable[[MicroBatch], AbstractContextManager[None]] = lambda _: nullcontext()
 
@@ -59,6 +60,11 @@ class MegatronScorer(Scorer):
             )
         if self.head is None:
             self.head = output_head(self.chunks, self.vocab_size)
+
+    def head_of(self, batch: MicroBatch) -> Head | None:
+        """See `Scorer.head_of`."""
+        self.bring_head()
+        return super().head_of(batch)
 
     def score(
         self, microbatches: Sequence[MicroBatch], samples: Sequence[Sample] = ()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stable_opd_mcore.losses.output_head import Head
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, Sample, Scores
 from stable_opd_mcore.scoring.scorer import Scorer
@@ -34,6 +35,10 @@ class OwnPromptScorer(Scorer):
     def __init__(self, scorer: Scorer, world: World, pack: Pack) -> None:
         self._scorer, self._world, self._pack = scorer, world, pack
         self.head = scorer.head
+
+    def head_of(self, batch: MicroBatch) -> Head | None:
+        """See `Scorer.head_of`."""
+        return self._scorer.head_of(batch)
 
     def score(
         self, microbatches: Sequence[MicroBatch], samples: Sequence[Sample] = ()

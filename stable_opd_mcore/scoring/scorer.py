@@ -22,7 +22,7 @@ class Scorer:
     head: Head | None = None
 
     def head_of(self, batch: MicroBatch) -> Head | None:
-        """The head that belongs to this micro-batch's scores."""
+        """The head that belongs to this micro-batch's scores, on the device until the next call."""
         del batch
         return self.head
 
@@ -52,7 +52,7 @@ class ScorerOfObjectives(Scorer):
         self.head = scorers[0].head
 
     def head_of(self, batch: MicroBatch) -> Head | None:
-        return self._scorers[batch.objective].head
+        return self._scorers[batch.objective].head_of(batch)
 
     def score(
         self, microbatches: Sequence[MicroBatch], samples: Sequence[Sample] = ()

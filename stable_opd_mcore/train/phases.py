@@ -6,7 +6,7 @@ servers take the device inside a rollout (rollout/sglang/sglang_engine.py).
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
@@ -14,6 +14,7 @@ from torch.nn import Module
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.losses.output_head import Head
+from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel
 from stable_opd_mcore.parallel.device_memory import DeviceMemory, Part
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.train.student import Student
@@ -24,6 +25,14 @@ UPDATE = ("student", "gradients", "optimizer", "heads")
 FROZEN = ("heads", "frozen")
 SAVE = ("student", "optimizer")
 EXPORT = ("student",)
+
+
+class TeacherInTurn(NamedTuple):
+    """One of several teachers in the trainer, of which one at a time is on the device."""
+
+    chunks: Sequence[HiddenStatesGPTModel]
+    head: Head | None  # None off the last stage
+
 
 _PARTS = {  # value of memory.offload -> parts
     "student": ("student",),
@@ -44,15 +53,14 @@ def device_memory(
     student: Student,
     frozen: Sequence[Module],
     heads: Sequence[Head | None],
-    in_turn: Mapping[str | None, Sequence[Module]],
+    in_turn: Mapping[str | None, TeacherInTurn],
 ) -> DeviceMemory:
     """The run's parts on this rank, of which those of `memory.offload` move, and teachers in turn.
 
     Args:
         frozen: model chunks of teacher and reference in the trainer.
-        heads: their output heads, and those of `in_turn`, which the loss needs too.
-        in_turn: chunks of each teacher where there are several. It and the lists above may be
-            filled later.
+        heads: their output heads, which the loss needs too.
+        in_turn: each teacher where there are several. It and the lists above may be filled later.
     """
     content = "changes" if config.frozen_models_move else "constant"
     parts = [
@@ -62,24 +70,34 @@ def device_memory(
         Part("heads", lambda: [head.weight_VH for head in heads if head is not None], content),
         Part("frozen", lambda: _tensors(frozen), content),
     ]
-    if config.teacher is not None and config.teacher.models:
-        parts += [
-            Part(turn_of(name), partial(_in_turn, in_turn, name), "constant", takes_turns=True)
-            for name in (None, *config.teacher.models)
-        ]
+    if config.teacher is not None and config.teacher.in_turn:
+        for name in (None, *config.teacher.models):
+            listed = zip(turn_of(name), (_head_in_turn, _rest_in_turn), strict=True)
+            parts += [
+                Part(part, partial(tensors, in_turn, name), "constant", takes_turns=True)
+                for part, tensors in listed
+            ]
     offloaded = [part for name in config.offloaded for part in _PARTS[name]]
-    return DeviceMemory(parts, offloaded, world.device)
+    return DeviceMemory(parts, offloaded, world.device, config.memory.teachers_directory)
 
 
-def turn_of(teacher: str | None) -> str:
-    """The part of a teacher that takes turns, by its key in teacher.models; None: teacher.path."""
-    return f"teacher {teacher or ''}"
+def turn_of(teacher: str | None) -> tuple[str, str]:
+    """The parts of a teacher that take turns, by its key in teacher.models; None: teacher.path. The
+    first is its head, which a loss over whole distributions needs after the scores."""
+    return f"head of teacher {teacher or ''}", f"teacher {teacher or ''}"
 
 
-def _in_turn(
-    in_turn: Mapping[str | None, Sequence[Module]], teacher: str | None
+def _head_in_turn(
+    in_turn: Mapping[str | None, TeacherInTurn], teacher: str | None
 ) -> Iterator[Tensor]:
-    return _tensors(in_turn.get(teacher, ()))
+    if teacher in in_turn and (head := in_turn[teacher].head) is not None:
+        yield head.weight_VH
+
+
+def _rest_in_turn(
+    in_turn: Mapping[str | None, TeacherInTurn], teacher: str | None
+) -> Iterator[Tensor]:
+    return _tensors(in_turn[teacher].chunks if teacher in in_turn else ())
 
 
 def refuse_idle_offload(config: Config, frozen: Sequence[Module]) -> None:

@@ -21,11 +21,18 @@ from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.output_head import Head, align_head
 from stable_opd_mcore.losses.source_objectives import SourceObjectives
 from stable_opd_mcore.models.files.huggingface import require_base
-from stable_opd_mcore.models.files.peft_loading import load_adapter
+from stable_opd_mcore.models.files.peft_loading import adapter_form, load_adapter, load_factors
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
-from stable_opd_mcore.models.lora import adapt, base_only, factors_as, values_of
-from stable_opd_mcore.models.weights import random_weights
+from stable_opd_mcore.models.lora import (
+    adapt,
+    base_only,
+    factors_as,
+    set_apart,
+    switched_on,
+    values_of,
+)
+from stable_opd_mcore.models.weights import architecture_of, random_weights
 from stable_opd_mcore.parallel.device_memory import DeviceMemory
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch, Sample
@@ -87,10 +94,10 @@ class RunModels:
         self.config, self.world, self.objective = config, world, objective
         self.vocab_size, self.progress = vocab_size, progress
         self.frozen: list[HiddenStatesGPTModel] = []  # chunks of teacher and reference
-        # chunks of the teachers that take turns, by their keys in teacher.models
-        self.in_turn: dict[str | None, list[HiddenStatesGPTModel]] = {}
-        self.heads: list[Head | None] = []  # of all these
-        self._teachers: dict[str | None, Callable[..., MegatronScorer]] = {}
+        self.heads: list[Head | None] = []  # of these
+        # the teachers that take turns, by their keys in teacher.models
+        self.in_turn: dict[str | None, phases.TeacherInTurn] = {}
+        self._teachers: dict[str | None, partial[MegatronScorer]] = {}
         self.moving: dict[str, Moving] = {}
         fp8 = config.fp8.of("student")
         if config.student.path is not None:
@@ -235,7 +242,7 @@ class RunModels:
         return {"around": lambda _: factors_as(self.student, values)}
 
     @property
-    def _base_scorer(self) -> Callable[..., MegatronScorer]:
+    def _base_scorer(self) -> partial[MegatronScorer]:
         """Builds scorers on the student with the low-rank factors that it started with."""
         return partial(
             self._megatron_scorer,
@@ -261,8 +268,10 @@ class RunModels:
         return chunks
 
     def keep_heads(self, *scorers: Scorer | None) -> None:
-        """Keep the output heads of these scorers that are not the student's."""
-        self.heads += [s.head for s in scorers if s and s.head is not self.head]
+        """Keep the output heads of these scorers that are not the student's and take no turns."""
+        others = (self.head, *(teacher.head for teacher in self.in_turn.values()))
+        heads = [scorer.head for scorer in scorers if scorer]
+        self.heads += [head for head in heads if not any(head is other for other in others)]
 
     def behaviour(self, student: Student) -> Scorer | None:
         """The student before the step's updates, where its probabilities are compared later. The
@@ -309,37 +318,52 @@ class RunModels:
         student = self._megatron_scorer(self.student, stop_ids=own, top_k=top_k)
         return OverlapPair(OverlapModel(student, own), OverlapModel(scorer, others))
 
-    def _teacher_scorer(self, name: str | None) -> Callable[..., MegatronScorer]:
+    def _teacher_scorer(self, name: str | None) -> partial[MegatronScorer]:
         """A function that builds scorers on this teacher of `teacher.models`; None: on that of
         `teacher.path`. They share its head, which is cut into shards as the student's is."""
         if name not in self._teachers:
             self._teachers[name] = self._load_teacher(name)
         return self._teachers[name]
 
-    def _load_teacher(self, name: str | None) -> Callable[..., MegatronScorer]:
+    def _load_teacher(self, name: str | None) -> partial[MegatronScorer]:
         of_all, fp8 = self.config.teacher, self.config.fp8.of("teacher")
         assert of_all is not None
         teacher = of_all.named(name)
         if teacher.is_self:
             return self._self_teacher(teacher, fp8)
-        self._memory.take_turn(None)  # one is on the device at a time, also while they are loaded
+        if name in of_all.adapters:
+            return self._adapter_teacher(str(name), of_all.adapters[name])
+        self._memory.take_turn()  # one is on the device at a time, also while they are loaded
         chunks = load_model(
             self.config, self.world, teacher, self.vocab_size, fp8=fp8, trainable=False
         )
         head = output_head(chunks, self.vocab_size)
         if head is not None and self.head is not None:  # both on the last stage
             head = align_head(head, like=self.head)
-        self.heads.append(head)
-        if not of_all.models:
+        if not of_all.in_turn:
+            self.heads.append(head)
             self.frozen += chunks
             return partial(self._megatron_scorer, chunks, head=head)
-        self.in_turn[name] = chunks
-        turn = partial(self._memory.take_turn, phases.turn_of(name))
-        return partial(self._megatron_scorer, chunks, head=head, take_turn=turn)
+        self.in_turn[name] = phases.TeacherInTurn(chunks, head)
+        of_head, rest = phases.turn_of(name)
+        turns = {
+            "take_turn": partial(self._memory.take_turn, of_head, rest),
+            "bring_head": partial(self._memory.take_turn, of_head),
+        }
+        return partial(self._megatron_scorer, chunks, head=head, **turns)
 
-    def _self_teacher(
-        self, teacher: TeacherConfig, fp8: Fp8 | None
-    ) -> Callable[..., MegatronScorer]:
+    def _adapter_teacher(self, name: str, directory: Path) -> partial[MegatronScorer]:
+        """The model of `teacher.path` with the factors of an adapter."""
+        base = self._teacher_scorer(None)
+        (chunks,) = base.args
+        if None in self.in_turn:
+            self._memory.take_turn(*phases.turn_of(None))
+        adapt(chunks, adapter_form(directory, architecture_of(chunks), name))
+        load_factors(chunks, directory)
+        factors = set_apart(chunks)
+        return partial(base, around=lambda _: switched_on(factors))
+
+    def _self_teacher(self, teacher: TeacherConfig, fp8: Fp8 | None) -> partial[MegatronScorer]:
         config, weights = self.config, self.config.weights_of["teacher"]
         if weights == "student":
             if self.objective.teacher_needs == "hidden" and config.train.minibatches > 1:

@@ -115,7 +115,8 @@ def build_run(
     served_teacher = models.served_teacher(teacher, overlap)
     models.keep_heads(teacher, reference, overlap and overlap.teacher.scorer)
     refuse_idle_offload(config, models.frozen)
-    loaded = [models.student, models.frozen, *models.in_turn.values()]
+    in_turn = [each.chunks for each in models.in_turn.values()]
+    loaded = [models.student, models.frozen, *in_turn]
     for line in attention_lines(loaded, largest_batch(inputs)):
         say(line)
     rollout_prompts = load_rollout_prompts(config, tokenizer, objective)
@@ -186,8 +187,9 @@ def models_text(config: Config) -> str:
     of_teacher = config.teacher.models if config.teacher else {}
     named: dict[str, ModelConfig | None] = {"student": config.student, "teacher": config.teacher}
     named |= {f"teacher.models.{name}": model for name, model in of_teacher.items()}
+    adapters = {f"teacher.models.{key}": model.adapter for key, model in of_teacher.items()}
     found = [
-        f"{name} {'(random weights)' if model.path is None else model.path}"
+        f"{name} {model.path or adapters.get(name) or '(random weights)'}"
         for name, model in named.items()
         if model is not None
     ]

@@ -61,8 +61,13 @@ SERVED = "teacher.engine=sglang teacher.urls=[http://a:1]"
         ),
         (
             "teacher.models.math.window=9",
-            r"teacher\.models\.math needs a path or",
+            r"teacher\.models\.math needs a path, an architecture or",
             f"teacher.models.math.path=a {OF_MATH}",
+        ),
+        (
+            "teacher.path=b teacher.models.math.adapter=a teacher.models.math.window=9",
+            r"teacher\.models\.math has an adapter, so its window",
+            f"-teacher.models.math.window {OF_MATH}",
         ),
         (
             "teacher.models.math.path=a",

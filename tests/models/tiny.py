@@ -1,9 +1,12 @@
 """Tiny architectures, low-rank factors and packed micro-batches that many tests share."""
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 from transformers import (
@@ -14,6 +17,7 @@ from transformers import (
 )
 
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
+from stable_opd_mcore.models.files.adapted import adapted_shapes
 from stable_opd_mcore.models.files.expert_stacks import file_shapes, stacked
 from stable_opd_mcore.models.lora import factors_of
 from stable_opd_mcore.models.weights import architecture_of, iter_hf_tensors
@@ -217,6 +221,20 @@ def redraw_factors(chunks: Sequence[Module], seed: int, std: float = 0.2) -> Non
         for factors in factors_of(chunks):
             for b_OR in factors.B:
                 b_OR.normal_(std=std)
+
+
+def write_adapter(directory: Path, architecture: Architecture, rank: int = 3) -> None:
+    """An adapter of all matrices, with random factors, as PEFT saves it."""
+    torch.manual_seed(rank)
+    tensors: dict[str, Tensor] = {}
+    for name, (outputs, inputs) in adapted_shapes(architecture).items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inputs)
+        tensors[f"{module}.lora_B.weight"] = torch.randn(outputs, rank)
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 0.1 * rank}
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def add_adapter(model: Module, pairs: dict[str, Tensor], settings: dict[str, Any]) -> None:

@@ -1,10 +1,13 @@
 """Parts move to the host and back in place: views stay views, no byte is left behind or lost."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from megatron.core import parallel_state
 
 from stable_opd_mcore.config.schema import ParallelConfig
+from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.parallel.device_memory import DeviceMemory, Part
 from stable_opd_mcore.parallel.world import start_world, stop_world
 
@@ -48,18 +51,27 @@ def test_a_constant_part_is_copied_once():
     assert weights.tolist() == [1, 1, 1, 1]
 
 
-def test_parts_that_take_turns_are_on_the_device_one_at_a_time():
+@pytest.mark.parametrize("in_files", [False, True])
+def test_parts_that_take_turns_are_on_the_device_one_at_a_time(in_files, tmp_path):
     weights = {name: torch.full((4,), float(place)) for place, name in enumerate("abs")}
     parts = [Part(n, lambda n=n: [weights[n]], "constant", takes_turns=n != "s") for n in weights]
-    memory = DeviceMemory(parts)
-    for name in "abab":
-        memory.take_turn(name)
+    memory = DeviceMemory(parts, directory=str(tmp_path) if in_files else None)
+    for names in ("a", "b", "ab", "b", ""):
+        memory.take_turn(*names)
         assert [memory.num_bytes()[n] for n in weights] == [
-            16 * (n in (name, "s")) for n in weights
+            16 * (n in (*names, "s")) for n in weights
         ]
-        assert weights[name].tolist() == [float("ab".index(name))] * 4
+        assert all(weights[n].tolist() == [float("ab".index(n))] * 4 for n in names)
     memory.keep_only("s")  # as the next phase does
     assert memory.num_bytes() == {"a": 0, "b": 0, "s": 16}
+    assert (f"{tmp_path}/" in Path("/proc/self/maps").read_text()) == in_files
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_directory_without_room_for_teachers_is_refused(tmp_path):
+    part = Part("a", lambda: [torch.ones(4)], "constant", takes_turns=True)
+    with pytest.raises(UserError, match=r"teachers_directory=.*no room .*No such file.*drop it"):
+        DeviceMemory([part], directory=str(tmp_path / "absent")).take_turn()
 
 
 def test_replaced_tensors_leave_no_host_memory():

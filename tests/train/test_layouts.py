@@ -19,6 +19,7 @@ from stable_opd_mcore.commands.train.train import train
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.token_files import VALUES, TokenText, read_tokens
 from stable_opd_mcore.host.run_directory import RunDirectory
+from stable_opd_mcore.models.description.architecture import read_architecture
 from stable_opd_mcore.models.tensors import hf_shapes
 from stable_opd_mcore.train.samples import overlap
 from tests.models import tiny
@@ -147,7 +148,9 @@ SOURCES = {  # the second has no golden solutions
 }
 EACH = objective_of_each_source()
 WIDE, DEEP = tiny_architecture(32, 4), tiny_architecture(16, 8, tie_word_embeddings=True)
-SEVERAL = {  # two teachers share an objective, a third has another, and one source asks no teacher
+# Two teachers share an objective, a third and an adapter of the first have another, and one source
+# asks no teacher.
+SEVERAL = {
     "data": {
         "train": [
             {"path": ARITHMETIC, "name": name, "options": {"rows": 32, "seed": 9 - seed}} | own
@@ -156,6 +159,7 @@ SEVERAL = {  # two teachers share an objective, a third has another, and one sou
                     "wide": {"teacher": "wide", "objective": {"name": "gkd"}},
                     "first": {"objective": {"name": "gkd"}},
                     "deep": {"teacher": "deep"},
+                    "tuned": {"teacher": "tuned"},
                     "none": {"objective": {"name": "grpo"}},
                 }.items()
             )
@@ -163,8 +167,14 @@ SEVERAL = {  # two teachers share an objective, a third has another, and one sou
     },
     "normaliser": "per_source",
     "sampling": {"temperature": 0.8, "max_new_tokens": 8},
-    "teacher": {"models": {"wide": {"architecture": WIDE}, "deep": {"architecture": DEEP}}},
-    "rollout": {"prompts_per_step": 8, "samples_per_prompt": 2},
+    "teacher": {
+        "models": {
+            "wide": {"architecture": WIDE},
+            "deep": {"architecture": DEEP},
+            "tuned": {"adapter": "adapter"},  # in the directory of the runs
+        }
+    },
+    "rollout": {"prompts_per_step": 10, "samples_per_prompt": 2},
 }
 CASES = {
     "dense": Case(4, DENSE, ("tp2_sp_cp2", "tp2_pp2", "pp2_cp2"), sections=OFFLOADED),
@@ -209,6 +219,9 @@ def config_of(directory: Path, name: str, case: Case, steps: int, **sections: An
             "share_prefixes": case.shares and "parallel" in sections,
         },
     }
+    if "models" in given["teacher"]:
+        tuned = {"tuned": {"adapter": str(directory / "adapter")}}
+        given["teacher"]["models"] = given["teacher"]["models"] | tuned
     return tiny_config(directory, name, **given | sections)
 
 
@@ -229,6 +242,8 @@ def grpo_config(directory: Path, name: str, rollout: Any, **sections: Any) -> Co
 
 def on_one_rank(rank: int, world_size: int, directory: str) -> None:
     path, overlap.EVERY = Path(directory), 1
+    for place in (path / "adapter", path / "one_rank" / "adapter"):
+        tiny.write_adapter(place, read_architecture(TEACHER))
     for name, case in CASES.items():
         train(config_of(path / "one_rank", name, case, case.steps), show_progress=False)
     train(grpo_config(path, "grpo", GROUPS), show_progress=False)

@@ -6,19 +6,27 @@ its cursor (test_resume.py); any cursor gives the rows of an uninterrupted run
 (tests/data/test_source_order.py).
 """
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from stable_opd_mcore.config.load import parse_config
+from stable_opd_mcore.config.models import ModelConfig
 from stable_opd_mcore.inputs.run_inputs import RunInputs
 from stable_opd_mcore.losses.source_objectives import build_source_objectives
+from stable_opd_mcore.models.description.architecture import read_architecture
+from stable_opd_mcore.models.files.huggingface import export_hf
+from stable_opd_mcore.models.files.peft_loading import merge_adapter
 from stable_opd_mcore.monitoring.throughput import PhaseTimer
 from stable_opd_mcore.parallel.world import start_world, stop_world
 from stable_opd_mcore.train.persistence.state import TrainState
 from stable_opd_mcore.train.run import Run
+from stable_opd_mcore.train.run_models import load_model
 from stable_opd_mcore.train.samples.collecting import collect_samples
 from stable_opd_mcore.train.setup import build_run
+from tests.models import tiny
 from tests.train.gradients import gradient
 from tests.train.runs import (
     OBJECTIVES,
@@ -32,10 +40,20 @@ from tests.train.runs import (
 def test_the_gradient_is_the_weighted_sum_of_those_of_the_sources(tmp_path):
     sampling = {"max_new_tokens": 24, "temperature": 0.7}
     sections = objective_of_each_source()
-    sections["teacher"]["models"] = {"other": {"architecture": tiny_architecture(24, 3)}}
-    sections["data"]["train"][[*OBJECTIVES].index("taught")]["teacher"] = "other"
+    base, adapter = tiny_architecture(48, 2), tmp_path / "adapter"
+    tiny.write_adapter(adapter, read_architecture(base))
+    sections["teacher"]["models"] = {
+        "other": {"architecture": tiny_architecture(24, 3)},
+        "tuned": {"adapter": str(adapter)},
+    }
+    for source, teacher in (("taught", "other"), ("both", "tuned")):
+        sections["data"]["train"][[*OBJECTIVES].index(source)]["teacher"] = teacher
     config = tiny_config(tmp_path, "mixed", sampling=sampling, **sections)
     run = build_run(RunInputs(config), start_world(config.parallel, 0))
+    merged = load_model(config, run.world, ModelConfig(architecture=base), 24, trainable=False)
+    merge_adapter(merged, adapter)
+    export_hf(merged, tmp_path / "tuned")
+    (tmp_path / "tuned" / "config.json").write_text(json.dumps(base))
     _, samples = collect_samples(run, TrainState(), PhaseTimer())
     kinds = {(sample.prompt_id.split(":")[0], sample.kind) for sample in samples}
     with_rollouts = {name for name in OBJECTIVES if OBJECTIVES[name] != "sft"}
@@ -60,7 +78,9 @@ def single(run: Run, name: str, objective: str) -> Run:
     (source,) = (each for each in values["data"]["train"] if each["name"] == name)
     models = values["teacher"].pop("models")
     if (named := source.pop("teacher")) is not None:
-        values["teacher"]["architecture"] = models[named]["architecture"]
+        merged = Path(run.config.run.directory) / named if models[named]["adapter"] else None
+        fields = {"path": merged and str(merged), "architecture": models[named]["architecture"]}
+        values["teacher"] |= fields
     for key in ("weight", "objective", "name", "environment", "reward"):
         del source[key]
     values["data"]["train"] = source

@@ -79,6 +79,7 @@ OF_A_RUN: Checks = {
         model_directories.reference_settings,
         model_directories.weights,
         model_directories.adapter,
+        model_directories.adapters_of_teachers,
         model_directories.untrained_stops,
         model_directories.same_weights,
     ),
@@ -178,7 +179,13 @@ def check_run(inputs: RunInputs) -> Report:
         if pair.teacher_gap is not None:
             findings.append(finding("unknown-teacher", gap=pair.teacher_gap))
         findings += _found(OF_A_PAIR, pair)
+        for name, one in inputs.named_pairs.items():
+            of_student = _found(OF_A_PAIR, replace(one, teacher=None))
+            own = [each for each in _found(OF_A_PAIR, one) if each not in of_student]
+            findings += [replace(e, subject=f"{e.subject} of teacher.models.{name}") for e in own]
         facts, prompts = _facts(pair), _prompts(pair, inputs.example, inputs.teacher_example)
+        for name, one in inputs.named_pairs.items():
+            facts += [f"teacher.models.{name}: {line}" for line in _facts(one) if line not in facts]
         shown = _transcripts(pair, inputs.transcript)
     findings += _found(OF_A_RUN, inputs)
     if config.cold_start is not None:

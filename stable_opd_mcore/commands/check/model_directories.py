@@ -132,6 +132,16 @@ def adapter(inputs: RunInputs) -> Iterator[Finding]:
             yield finding("other-base", path=lora.path, base=base, student=config.student.path)
 
 
+def adapters_of_teachers(inputs: RunInputs) -> None:
+    """Teachers that are adapters of the teacher's own model, which `train` may refuse."""
+    teacher = inputs.config.teacher
+    if teacher is not None and inputs.teacher_architecture is not None:
+        from stable_opd_mcore.models.files.peft_loading import adapter_form
+
+        for name, directory in teacher.adapters.items():
+            adapter_form(directory, inputs.teacher_architecture, name)
+
+
 def _own_tokenizer(inputs: RunInputs, path: str) -> Iterator[Finding]:
     """An adapter's tokenizer with another chat template, or other stop ids, than is used."""
     if not has_tokenizer(path):

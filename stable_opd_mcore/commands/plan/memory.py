@@ -12,6 +12,7 @@ from typing import Literal
 from stable_opd_mcore.commands.plan.planned_run import PlannedRun
 from stable_opd_mcore.config.training import Fp8Role, Offloadable
 from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.models.files.peft_settings import WEIGHTS
 from stable_opd_mcore.placement.hardware import GIB
 from stable_opd_mcore.placement.model_size import ADAM_BYTES
 from stable_opd_mcore.placement.topology import (
@@ -132,6 +133,10 @@ def _frozen(run: PlannedRun, stage: int) -> Iterator[Component]:
     config, element = run.config, run.element
     if in_turn := run.turn_bytes(stage):
         yield Component("the largest teacher's weights", max(in_turn), ("score",))
+    if config.teacher and config.teacher.adapters:
+        files = [directory / WEIGHTS for directory in config.teacher.adapters.values()]
+        held = sum(file.stat().st_size for file in files if file.is_file())
+        yield Component("adapters of teachers, whole", held)
     for role, size in run.frozen.items():
         if not run.stays(role):
             continue
@@ -235,11 +240,11 @@ def _loss_inputs(run: PlannedRun) -> Iterator[Component]:
     if teacher and run.layout.tensor > 1 and teacher.head_rows != student.head_rows:
         copy = element * student.head_rows * teacher.architecture.hidden_size
         yield Component("teacher's head, cut as the student's", copy)
-    if run.models.in_turn:
-        width = sum(model.hidden_size for model in _teachers(run))
-        yield Component("heads of the teachers", element * student.head_rows * width)
     needed = _hidden_states_needed(run)
     widths = sum(needed.values())
+    if run.models.in_turn and "teacher" in needed:
+        head = element * student.head_rows * needed["teacher"]
+        yield Component("the largest teacher's head", head, ("update",))
     if "frozen" in run.config.offloaded:  # the loss multiplies their heads
         own = sum(
             width

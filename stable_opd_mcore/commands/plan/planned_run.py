@@ -103,8 +103,7 @@ class PlannedRun:
         return weights_of.get(role) == role and not in_turn
 
     def turn_bytes(self, stage: int) -> list[float]:
-        """Weights on one GPU of each teacher that takes turns, of which it holds one at a time. The
-        heads of all stay on the last stage."""
+        """Weights on one GPU of each teacher that takes turns, of which it holds one at a time."""
         if not self.models.in_turn:
             return []
         found: list[float] = []

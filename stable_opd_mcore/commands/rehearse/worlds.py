@@ -14,7 +14,7 @@ from stable_opd_mcore.commands.plan.plan import checked_run
 from stable_opd_mcore.commands.plan.planned_run import PlannedRun, Work, planned_run, read_models
 from stable_opd_mcore.commands.rehearse import te_layers
 from stable_opd_mcore.commands.rehearse.rank import RankReport, rehearse_rank
-from stable_opd_mcore.config.models import StudentConfig
+from stable_opd_mcore.config.models import NamedTeacher, StudentConfig
 from stable_opd_mcore.config.schema import Config, ModelConfig
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.inputs.loading import refuse_unused_expert_ranks
@@ -184,8 +184,10 @@ def with_few_layers(run: PlannedRun, layers: int | None) -> tuple[PlannedRun, in
         if isinstance(model, StudentConfig) and model.lora:  # its adapter has all layers
             update["lora"] = model.lora.model_copy(update={"path": None})
         changes[name] = model.model_copy(update=update)
-    if (teacher := changes.get("teacher")) and run.models.in_turn:
+    if (teacher := changes.get("teacher")) and run.config.teacher and run.config.teacher.models:
         named = {n.removeprefix("teacher.models."): changes.pop(n) for n in run.models.in_turn}
+        base = NamedTeacher(architecture=teacher.architecture)  # no adapter fits fewer layers
+        named |= dict.fromkeys(run.config.teacher.adapters, base)
         changes["teacher"] = teacher.model_copy(update={"models": named})
     config = run.config.model_copy(update=changes)
     return replace(run, config=config, models=read_models(config)), cut

@@ -39,6 +39,41 @@ from stable_opd_mcore.models.weights import (
 )
 
 
+def adapter_form(directory: Path, architecture: Architecture, name: str) -> LoraConfig:
+    """The settings of student.lora that would train such an adapter, for a teacher that is one.
+
+    Args:
+        name: its key in teacher.models, for errors.
+
+    Raises:
+        UserError: as `PeftAdapter`; or no such settings: then it must be merged first.
+    """
+    _require_theta(directory, architecture, "teacher")
+    with PeftAdapter(directory, architecture, base="teacher.path") as adapter:
+        every = ((each, _pair_of(adapter, each)) for each in adapted_shapes(architecture))
+        found = {each: pair for each, pair in every if pair is not None}
+        used = {short_name(half) for each in found for half in _halves(each)}
+        others = [*adapter.other_changes(), *sorted(adapter.pairs.keys() - used)]
+    forms = {(".experts." in each, pair.rank, pair.scale) for each, pair in found.items()}
+    ranks = {is_expert: rank for is_expert, rank, _ in forms}
+    scales = {scale for *_, scale in forms}
+    matrices = matrices_of(found, architecture) if found else None
+    if others or matrices is None or len(ranks) != len(forms) or len(scales) != 1:
+        said = f"{others[0]} is no factor" if others else "its matrices, ranks or scales vary"
+        raise UserError(
+            f"{adapter.file}: {said}; a teacher that is an adapter has one pair of factors for "
+            "each chosen matrix of all layers, of one rank and scale: run `stable-opd convert "
+            f"{directory} MERGED`, and set teacher.models.{name}.path=MERGED in place of adapter"
+        )
+    rank = ranks.get(False, ranks.get(True, 1))
+    return LoraConfig(
+        rank=rank,
+        alpha=scales.pop() * rank,
+        expert_rank=ranks.get(True),
+        matrices=tuple(matrices),
+    )
+
+
 def check_adapter(directory: Path, architecture: Architecture, lora: LoraConfig) -> None:
     """Check that training can start from an adapter: it has a pair of factors for each chosen
     matrix, of the rank and scale of `lora`, and nothing else.
@@ -47,12 +82,7 @@ def check_adapter(directory: Path, architecture: Architecture, lora: LoraConfig)
         UserError: as `PeftAdapter`, or what `lora` should be, or that the adapter must be merged
             first.
     """
-    theta = trained_positions(directory).get("rope_theta", architecture.rotary.theta)
-    if theta != architecture.rotary.theta:
-        raise UserError(
-            f"{directory / TRAINED}: the adapter was trained with rope_theta={theta!r}, the "
-            f"student has {architecture.rotary.theta:g}; set student.rope_theta={theta!r}"
-        )
+    _require_theta(directory, architecture, "student")
     with PeftAdapter(directory, architecture, base="student.path") as adapter:
         if other := adapter.other_changes():
             raise UserError(
@@ -61,6 +91,15 @@ def check_adapter(directory: Path, architecture: Architecture, lora: LoraConfig)
             )
         _require_matrices(adapter, directory, architecture, lora)
         _require_form(adapter, directory, architecture, lora)
+
+
+def _require_theta(directory: Path, architecture: Architecture, role: str) -> None:
+    theta = trained_positions(directory).get("rope_theta", architecture.rotary.theta)
+    if theta != architecture.rotary.theta:
+        raise UserError(
+            f"{directory / TRAINED}: the adapter was trained with rope_theta={theta!r}, the "
+            f"{role} has {architecture.rotary.theta:g}; set {role}.rope_theta={theta!r}"
+        )
 
 
 def _merge_first(directory: Path) -> str:
@@ -169,8 +208,13 @@ def load_adapter(chunks: Sequence[Module], directory: Path, lora: LoraConfig) ->
     Raises:
         UserError: as `check_adapter`, or a value is not finite.
     """
+    check_adapter(directory, architecture_of(chunks), lora)
+    load_factors(chunks, directory)
+
+
+def load_factors(chunks: Sequence[Module], directory: Path) -> None:
+    """The same where the adapter is checked."""
     architecture = architecture_of(chunks)
-    check_adapter(directory, architecture, lora)
     with PeftAdapter(directory, architecture) as adapter:
 
         def factor(name: str, which: Which, _: tuple[int, int]) -> Tensor:

@@ -85,18 +85,23 @@ def test_another_padded_vocabulary_of_the_teacher_costs_a_copy_of_its_head(tmp_p
 def test_of_teachers_in_turn_the_largest_is_on_the_gpu_and_all_are_on_the_host(tmp_path):
     (small := tmp_path / "small").mkdir()
     (small / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 4}))
-    sources = "data.train=[{path: a, solution: null}, {path: b, teacher: code}]"
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(bytes(1000))
+    named = "{path: b, teacher: code}, {path: c, teacher: tuned}"
+    sources = f"data.train=[{{path: a, solution: null}}, {named}]"
     sources = sources.replace("solution: null", "columns: {solution: null}")
     turns = (
         sources,
         f"teacher.models.code.path={small}",
+        f"teacher.models.tuned.adapter={adapter}",
         "objective.name=gkd",
         "memory.offload=[]",
     )
     plan = make_plan(config_7b(tmp_path, *turns), NODE)
     held, (whole,) = components(plan), plan.run.turn_bytes(0)[:1]
     assert held["the largest teacher's weights"] == whole == held["student weights"]
-    assert held["heads of the teachers"] == 2 * 2 * 152064 / 4 * 3584
+    assert held["the largest teacher's head"] == 2 * 152064 / 4 * 3584
+    assert held["adapters of teachers, whole"] == 1000
     assert "teacher weights" not in held
     host = sum(plan.run.turn_bytes(0))
     assert whole < host < 2 * whole

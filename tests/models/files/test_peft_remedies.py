@@ -16,7 +16,7 @@ from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.files.adapted import adapted_shapes
 from stable_opd_mcore.models.files.peft_adapter import PeftAdapter
-from stable_opd_mcore.models.files.peft_loading import check_adapter
+from stable_opd_mcore.models.files.peft_loading import adapter_form, check_adapter
 from stable_opd_mcore.models.tensors import hf_shapes
 from tests.models import tiny
 
@@ -217,6 +217,8 @@ def test_settings_that_follow_the_remedy_train_on(tensors, settings, lora, tmp_p
         assert found is not None, refusal
         lora = lora | {found[1]: yaml.safe_load(found[2])}
     assert 1 <= refusals < 4
+    architecture = tiny.architecture("qwen3")
+    check_adapter(tmp_path, architecture, adapter_form(tmp_path, architecture, "code"))
 
 
 @pytest.mark.parametrize(
@@ -233,6 +235,8 @@ def test_what_has_to_be_merged_first_is_merged(tensors, settings, tmp_path) -> N
     write(tmp_path, tensors, settings)
     with pytest.raises(UserError, match=r"run `stable-opd convert .* MERGED`, and set student\.pa"):
         check_adapter(tmp_path, architecture, LoraConfig(rank=4, alpha=8.0))
+    with pytest.raises(UserError, match=r"MERGED`, and set teacher\.models\.code\.path=MERGED in"):
+        adapter_form(tmp_path, architecture, "code")
     merge(tmp_path, architecture)
 
 
