@@ -33,6 +33,7 @@ from stable_opd_mcore.inputs.loading import (
 )
 from stable_opd_mcore.inputs.pair import EXAMPLE, ModelFiles, Pair
 from stable_opd_mcore.inputs.source_uses import routes_of
+from stable_opd_mcore.losses.objectives import Objective
 from stable_opd_mcore.losses.source_objectives import SourceObjectives, build_source_objectives
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.description.config_fields import decoder_settings, read_fields
@@ -175,12 +176,35 @@ class RunInputs:
     @once
     def pair(self) -> Pair:
         """The models of the config, and the stop class of its loss."""
-        teacher, objective, stops = self.config.teacher, self.objective, self.teacher_stops
-        own = self.tokenizer.stop_token_ids
-        student = self._files("student", self.config.student, self.tokenizer, own)
+        stops, objective = self.teacher_stops, self.objective
+        return self._pair(self.config, objective, self.teacher_tokenizer, stops)
+
+    @once
+    def named_pairs(self) -> dict[str, Pair]:
+        """The student with each of `teacher.models` that has a tokenizer of its own."""
+        found: dict[str, Pair] = {}
+        adapters = self.config.teacher.adapters if self.config.teacher else ()
+        for name in sorted(self.named_stops.keys() - adapters):
+            config, stops = self.config.with_teacher(name), self.named_stops[name]
+            tokenizer = load_teacher_tokenizer(config)
+            objective = next((one for one in self.objective.each if one.teacher == name), None)
+            if tokenizer is not None and objective is not None:
+                found[name] = self._pair(config, objective, tokenizer, stops)
+        return found
+
+    def _pair(
+        self,
+        config: Config,
+        objective: SourceObjectives | Objective,
+        tokenizer: Tokenizer | None,
+        stops: tuple[int, ...] | None,
+    ) -> Pair:
+        """The student and the teacher of this config, whose tokenizer and stop ids these are."""
+        teacher, own = config.teacher, self.tokenizer.stop_token_ids
+        student = self._files("student", config.student, self.tokenizer, own)
         if teacher is None or stops is None or objective.teacher_needs == "none":
             return Pair(student, None, objective.stop_ids)
-        gap, tokenizer = None, self.teacher_tokenizer
+        gap = None
         if tokenizer is None and teacher.architecture is None and not teacher.is_self:
             has_path = teacher.path is not None
             gap = f"{teacher.path} has no tokenizer.json" if has_path else "teacher.path is null"
@@ -188,7 +212,7 @@ class RunInputs:
         if tokenizer is None:
             kwargs = teacher.chat_template_kwargs if has_own_prompt else None
             tokenizer = self.tokenizer.with_template_kwargs(kwargs)
-        model = self.config.teacher_model or teacher
+        model = config.teacher_model or teacher
         files = self._files("teacher", model, tokenizer, stops)
         return Pair(student, files, objective.stop_ids, gap, has_own_prompt)
 

@@ -1,6 +1,6 @@
-"""A killed run resumes with identical metrics: one with an objective for each source, a teacher's
-prompt made of rollouts, and rollouts that begin with golden turns. On other layouts:
-test_layouts.py.
+"""A killed run resumes with identical metrics: one with an objective for each source, two teachers
+that take turns, prompts of theirs made of rollouts, and rollouts that begin with golden turns. On
+other layouts: test_layouts.py.
 """
 
 import json
@@ -14,7 +14,14 @@ import pytest
 from stable_opd_mcore.commands.train.train import train
 from tests.parallel.launch import run_ranks, start_process
 from tests.processes import wait_until_ended
-from tests.train.runs import metrics_of, objective_of_each_source, problems, tiny_config
+from tests.train.runs import (
+    OBJECTIVES,
+    metrics_of,
+    objective_of_each_source,
+    problems,
+    tiny_architecture,
+    tiny_config,
+)
 from tests.train.test_golden_turns import turns_of
 
 pytestmark = pytest.mark.slow
@@ -24,6 +31,8 @@ CHECKPOINTS = {"every": 2, "keep": 2}
 
 def config_of(directory: Path, name: str):
     sections, talks = objective_of_each_source(), directory / "talks.jsonl"
+    sections["teacher"]["models"] = {"other": {"architecture": tiny_architecture(24, 3)}}
+    sections["data"]["train"][[*OBJECTIVES].index("taught")]["teacher"] = "other"
     rows = [json.dumps({"messages": turns_of(number)}) + "\n" for number in range(1, 5)]
     talks.write_text("".join(rows))
     columns = {"messages": "messages", "golden": "all", "answer": None}
@@ -38,7 +47,7 @@ def config_of(directory: Path, name: str):
         directory,
         name,
         checkpoint=CHECKPOINTS,
-        train={"steps": 7},
+        train={"steps": 10},
         evaluation={"every": 3, "temperature": 1.0},
         **sections,
     )
@@ -82,4 +91,4 @@ def test_metrics_of_a_killed_and_restarted_run_are_identical(runs):
     for key in ("rollout/prefix_share", "teacher_prompt/given_share"):
         assert any(0 < (row.get(key) or 0) < 1 for row in found), key
     kept = sorted(path.name for path in (runs / "killed" / "checkpoints").iterdir())
-    assert kept == ["step_000006", "step_000007"]
+    assert kept == ["step_000008", "step_000010"]

@@ -162,6 +162,23 @@ def test_a_teacher_of_whom_only_the_address_is_known_is_said(tmp_path):
     assert finding.values[0] == ("teacher", "teacher.path is null")
 
 
+def test_a_named_teacher_is_compared_as_the_teacher_is(tmp_path):
+    places = {"first": {}, "second": {"template": "{{ messages[0]['content'] }}", "bos": "<s>"}}
+    paths = {name: write_model(tmp_path / name, **own) for name, own in places.items()}
+    one = {"path": paths["first"], "architecture": None}
+    sources = [{"path": "synthetic:arithmetic", "name": n, "teacher": t} for n, t in
+               (("a", None), ("b", "code"))]  # fmt: skip
+    teacher = one | {"models": {"code": {"path": paths["second"]}}}
+    config = tiny_config(tmp_path, "run", student=one, tokenizer={"path": None}, teacher=teacher,
+                         data={"train": sources})  # fmt: skip
+    report = check_config(config, None)
+    found = [each for each in report.findings if "teacher.models" in each.subject]
+    assert "chat template of teacher.models.code" in {each.subject for each in found}
+    assert the(found, "render").values[0][0] == "student"
+    assert any(fact.startswith("teacher.models.code: teacher stops on") for fact in report.facts)
+    assert not [each for each in report.findings if each.subject == "chat template"]
+
+
 def test_a_config_that_cannot_be_loaded_is_one_error(tmp_path):
     (tmp_path / "bad.yaml").write_text("run: {name: x, title: y}\n")
     cluster = Cluster(1, 8)
