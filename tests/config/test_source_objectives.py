@@ -147,6 +147,12 @@ def test_the_settings_know_which_objectives_ask_a_teacher():
             "objective.discount=0.5 would have no effect",
             [{"objective__discount": "dropped"}],
         ),
+        (
+            [{"name": "opd"}, None],
+            {"memory__teachers_directory": "/d"},
+            "it needs several models in teacher.models",
+            [{"memory__teachers_directory": "dropped"}],
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_until_the_remedy(
