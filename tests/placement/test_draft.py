@@ -75,8 +75,10 @@ def test_a_draft_of_its_own_adds_its_files_to_a_servers_weights(tmp_path):
     assert least_tokens(run_with(rollout={"engine": "sglang"}), student, 2) is None
     gib = whole / 2**30 * 4.4  # 85 % of it, half of that for weights
     assert smallest_tensor(student, "bfloat16", 8, gib, "disaggregated") == 1
-    with_draft = {"draft_gib": whole / 2**30}
-    assert smallest_tensor(student, "bfloat16", 8, gib, "disaggregated", **with_draft) == 2
+    with_draft = smallest_tensor(
+        student, "bfloat16", 8, gib, "disaggregated", draft_gib=whole / 2**30
+    )
+    assert with_draft == 2
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Attention with sinks in plain torch: SGLang has it for CPUs with AMX only.
+"""Attention with sinks, and over the tokens of a draft, in plain torch: SGLang has both for CPUs
+with AMX only.
 
 SGLang's model registry imports this module, which puts its attention in place of "torch_native" and
 "intel_amx". gpt-oss takes only the second, which is the first where there is no AMX. Every layer's
@@ -7,6 +8,7 @@ cache holds all tokens: --disable-hybrid-swa-memory.
 Letters: A query heads, T queries and S keys of a sequence, D head size.
 """
 
+from copy import copy
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -21,13 +23,30 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 @register_attention_backend("intel_amx")
 @register_attention_backend("torch_native")
 class PlainAttention(torch_native_backend.TorchNativeAttnBackend):
-    def forward_extend(self, *arguments: Any, sinks: Tensor | None = None, **named: Any) -> Tensor:
+    def forward_extend(
+        self, q: Any, k: Any, v: Any, layer: Any, batch: Any, *more: Any, **named: Any
+    ) -> Tensor:
+        sinks = named.pop("sinks", None)
         with _attending_to(sinks):
-            return super().forward_extend(*arguments, **named)
+            return super().forward_extend(q, k, v, layer, _with_lengths(batch), *more, **named)
 
     def forward_decode(self, *arguments: Any, sinks: Tensor | None = None, **named: Any) -> Tensor:
         with _attending_to(sinks):
             return super().forward_decode(*arguments, **named)
+
+
+def _with_lengths(batch: Any) -> Any:
+    """The batch with the lengths before and after its new tokens, which SGLang leaves out where
+    they are a chain that the student judges, or one that the draft reads."""
+    is_judged = batch.forward_mode.is_target_verify()
+    if not is_judged and batch.extend_prefix_lens is not None:
+        return batch
+    batch = copy(batch)
+    if is_judged:
+        batch.extend_seq_lens = torch.full_like(batch.seq_lens, batch.spec_info.draft_token_num)
+        batch.seq_lens = batch.seq_lens + batch.extend_seq_lens
+    batch.extend_prefix_lens = batch.seq_lens - batch.extend_seq_lens
+    return batch
 
 
 def _attending_to(sinks_A: Tensor | None) -> Any:
