@@ -34,7 +34,7 @@ def hidden_in_pieces(chunk: HiddenStatesGPTModel, tokens_T: Tensor, first: int) 
     "family",
     [
         *("qwen2", "llama", "qwen3_vl", "qwen3_moe", "qwen3_5", "gpt_oss", "qwen3_next"),
-        *("gemma3", "deepseek_v3", "glm4_moe_lite", "glm4_moe"),
+        *("gemma3", "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "glm4_moe"),
     ],
 )
 def test_hidden_states_are_those_of_the_trainers_forward_pass(world, family):
