@@ -45,9 +45,8 @@ LAYOUTS = [  # student, settings of the layout, rank of 8, its stage
 def test_a_rank_steps_and_publishes_every_byte(model, overrides, rank, stage):
     settings, parameters = MODELS[model]
     options = [f"student.architecture.{name}={value}" for name, value in settings.items()]
-    config = load_config(
-        CONFIGS / "smoke_cpu.yaml", [*options, "rollout.engine=sglang", *overrides]
-    )
+    options += ["rollout.engine=sglang", "rollout.prompts_per_step=8"]
+    config = load_config(CONFIGS / "smoke_cpu.yaml", [*options, *overrides])
     report = rehearse_rank(config, 8, rank, prompt_tokens=20, vocab_size=32)
     assert report.stage == stage
     assert report.published_bytes == (4 * parameters if rank == 0 else 0)  # rank 0 sends
