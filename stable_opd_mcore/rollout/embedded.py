@@ -41,12 +41,11 @@ from stable_opd_mcore.endings import Ending
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.metrics import Metrics
 from stable_opd_mcore.models.hidden_states import HiddenStatesGPTModel, output_head
-from stable_opd_mcore.models.layers.linear import linear
 from stable_opd_mcore.parallel.world import World, broadcast_object
 from stable_opd_mcore.records import Prompt, Rollout, Sampling
 from stable_opd_mcore.rollout.engine import RolloutEngine, check_prompts
 from stable_opd_mcore.rollout.episodes import Episode, WhatFollows
-from stable_opd_mcore.rollout.inference import inference_mode, run_layers
+from stable_opd_mcore.rollout.inference import inference_mode, product, run_layers
 from stable_opd_mcore.rollout.interaction import Interaction
 from stable_opd_mcore.rollout.kv_cache import KVCache
 from stable_opd_mcore.rollout.noise import Sampler, row_key, sample_rows
@@ -371,7 +370,7 @@ class EmbeddedEngine(RolloutEngine):
         """fp32 logits of the common vocabulary [B, V], gathered over the head's shards."""
         head = self._head
         assert head is not None
-        logits_SBV = head.gather(linear(hidden_BH, head.weight_VH))
+        logits_SBV = head.gather(product(hidden_BH, head.weight_VH))
         return logits_SBV.transpose(0, 1).flatten(1)[:, : self.vocab_size].float()
 
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
@@ -31,6 +32,8 @@ from stable_opd_mcore.models.layers.gated_delta_net import GatedDeltaNet
 from stable_opd_mcore.models.layers.latent_attention import LatentAttention
 from stable_opd_mcore.models.layers.linear import linear
 from stable_opd_mcore.rollout.kv_cache import KVCache
+
+_FEW_ROWS = 256
 
 
 @contextmanager
@@ -147,11 +150,18 @@ def _heads(attention: SelfAttention, hidden_TBH: Tensor) -> tuple[Tensor, Tensor
 def _linear_forward(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
     """Megatron's parallel linear without autograd functions: output, and the bias if skipped."""
     bias = layer.bias
-    output = linear(hidden, layer.weight, None if layer.skip_bias_add else bias)
+    output = product(hidden, layer.weight, None if layer.skip_bias_add else bias)
     group = layer.tp_group
     if isinstance(layer, RowParallelLinear) and group.size() > 1:
         dist.all_reduce(output, group=group)
     return output, bias if layer.skip_bias_add else None
+
+
+def product(hidden: Tensor, weight_OH: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`linear`, but a few rows are multiplied by the weights as they lie in memory: oneDNN copies
+    them for each product, which takes longer than to multiply (BENCHMARKS.md)."""
+    is_small = hidden.shape[:-1].numel() <= _FEW_ROWS
+    return (F.linear if is_small else linear)(hidden, weight_OH, bias_O)
 
 
 def _switched_off(owner: Any) -> list[tuple[Any, str]]:
