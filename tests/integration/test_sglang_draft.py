@@ -3,6 +3,7 @@ log-probabilities are the student's. It takes the likeliest tokens (tools/sglang
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from stable_opd_mcore.rollout.sglang.server_setup import write_model_config
 from stable_opd_mcore.rollout.sglang.sync import send_weights
 from stable_opd_mcore.rollout.sglang.transports import Target, TensorTransport
 from stable_opd_mcore.serving.process import ServerOptions, SglangServer
-from stable_opd_mcore.serving.requests import Generation
+from stable_opd_mcore.serving.requests import Completion, Generation
 from tests.integration.sglang_tools import (
     PYTHON,
     SERVER_ARGUMENTS,
@@ -105,14 +106,27 @@ def checksums(server: SglangServer, role: str) -> Any:
     return rank["checksums"]
 
 
+def assert_logprobs(chunks: Any, world: Any, prompt: tuple[int, ...], text: Completion) -> None:
+    """They are the trainer's."""
+    (expected,) = logprobs_of(chunks, world, prompt, [text.token_ids])
+    np.testing.assert_allclose(text.logprobs, expected, atol=1e-4, rtol=0)
+
+
 def test_two_publishes_reach_the_student_and_not_its_draft(world, server):
-    """Tokens are judged with a draft; the trainer gives them the same log-probabilities."""
+    """Tokens are judged with a draft; the trainer gives them the same log-probabilities. The second
+    publish interrupts a response, which continues with the new weights."""
+    prompt, client = tuple(range(3, 12)), server.client()
+    begun: Future[Completion] | None = None
     chunks = build_model(read_architecture(FIELDS), world, trainable=False, seed=5)
     target = Target("server", server.client(), 1)
     draft = checksums(server, "draft")
     own = {name: value for name, value in draft.items() if "embed" not in name}
     assert len(own) > 5
     for version in (1, 2):
+        if version == 2:
+            begun = client.submit(Generation(prompt, Sampling(max_new_tokens=240), VOCABULARY))
+            short = Generation(prompt[:5], Sampling(max_new_tokens=8), VOCABULARY)
+            client.submit(short).result()  # so that the other one has begun, too
         random_weights(chunks, seed=version)
         sent = send_weights(
             *(chunks, [target], TensorTransport(60.0)),
@@ -123,12 +137,16 @@ def test_two_publishes_reach_the_student_and_not_its_draft(world, server):
         assert sent.verified == ("server",), sent.failed
         assert {name: checksums(server, "draft")[name] for name in own} == own
         assert disagreements(chunks, world, [target], torch.float32) == ({}, {})
-    prompts = [tuple(range(first, first + 9)) for first in (3, 40, 70)]
-    sampling = Sampling(max_new_tokens=40, top_p=0.9)
-    requests = [Generation(prompt, sampling, VOCABULARY) for prompt in prompts]
-    for prompt, reply in zip(prompts, map(server.client().submit, requests), strict=True):
+    assert begun is not None
+    cut = begun.result()
+    assert cut.finish_reason == "open"
+    assert 0 < len(cut.token_ids) < 240
+    prompts = [tuple(range(40, 49)), tuple(range(70, 79)), (*prompt, *cut.token_ids.tolist())]
+    sampling = Sampling(max_new_tokens=8, top_p=0.9)
+    requests = [Generation(each, sampling, VOCABULARY) for each in prompts]
+    for given, reply in zip(prompts, [client.submit(each) for each in requests], strict=True):
         text = reply.result()
-        assert len(text.token_ids) == 40
-        assert text.judgements + text.accepted_tokens in (39, 40)  # the first comes with the prompt
-        (expected,) = logprobs_of(chunks, world, prompt, [text.token_ids])
-        np.testing.assert_allclose(text.logprobs, expected, atol=1e-4, rtol=0)
+        assert text.judgements + text.accepted_tokens in (7, 8)  # the first comes with the prompt
+        assert_logprobs(chunks, world, given, text)
+    random_weights(chunks, seed=1)
+    assert_logprobs(chunks, world, prompt, cut)
