@@ -164,8 +164,9 @@ def main() -> None:
         for name in ("trainer", "child"):
             print(f"{name}: {1000 * found[name] / turns:.1f} ms of CPU for a turn")
         print(f"{turns} turns of {size.tokens} tokens in {found['wall']:.1f} s")
-        lost = lost_share(partial(episodes, serving.urls, size))
+        lost, seconds = lost_share(partial(episodes, serving.urls, size))
     print(f"main thread, time lost while {size.agents} agents run: {lost:.1%}")
+    print(f"for a turn: {1000 * seconds / turns:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -272,9 +272,10 @@ def sampled(
     return seconds | {"lost": lost, "cached": cached or 0.0}
 
 
-def lost_share(run: Callable[[Callable[[Callable[[], bool]], None]], Any]) -> float:
-    """The share of its time for which the main thread, which launches small operations, is neither
-    on a core nor waits for one, while `run` does its work in other threads.
+def lost_share(run: Callable[[Callable[[Callable[[], bool]], None]], Any]) -> tuple[float, float]:
+    """The share of its time, and the seconds, for which the main thread, which launches small
+    operations, is neither on a core nor waits for one, while `run` does its work in other threads.
+    Where other programs have the cores, the main thread has less time, and the share is larger.
 
     Args:
         run: called with what the main thread does until its argument returns True.
@@ -293,7 +294,8 @@ def lost_share(run: Callable[[Callable[[Callable[[], bool]], None]], Any]) -> fl
             for _ in range(200):
                 torch.add(one, one)
         wall, on_core, waits = (b - a for a, b in zip(before, schedule(), strict=True))
-        shares.append((wall - on_core - waits) / (wall - waits))
+        lost = wall - on_core - waits
+        shares.append((lost / (wall - waits), lost))
 
     run(work)
     return shares[0]
@@ -354,7 +356,7 @@ def main() -> None:
         rest = f"{ours['cached']:.2f} | {ours['lost']:.0f}"
         print(f"| {name} over {servers} | {costs} | {rest} |", flush=True)
     with Servers(8, 0.1 if smoke else SPREAD_SECONDS) as serving:
-        lost = lost_share(partial(sampled, serving.urls, Case(8, size.long_responses, 1, LONG)))
+        lost, _ = lost_share(partial(sampled, serving.urls, Case(8, size.long_responses, 1, LONG)))
         print(f"\nmain thread, time lost while replies come in: {lost:.1%}")
     with Servers(1) as serving:
         for top_k in (32, 0):
