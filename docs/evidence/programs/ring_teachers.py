@@ -28,7 +28,6 @@ from stable_opd_mcore.data.synthetic import VOCABULARY, ArithmeticOptions, is_un
 SEEDS, STEPS = 3, 30
 PRETRAINING = {"teacher": (200, 32), "student": (250, 64)}  # steps, and transcripts in each
 HERE, DEMO = Path(__file__).resolve(), Path(ring.__file__).parent
-SERVED = "Qwen2ForCausalLM"
 COLUMNS = {"messages": "messages", "golden": "all", "answer": None}
 GAME = {"function": f"{HERE}:episode", "max_turns": MAX_TURNS, "workers": 1}
 ARMS: dict[str, dict[str, Any]] = {
@@ -184,8 +183,7 @@ def served(model: Path, home: Path) -> Iterator[str]:
     settings = ("--max-total-tokens", "16384")
     options = ServerOptions(str(python), str(model), dummy_weights=False, arguments=settings)
     server = SglangServer(options, home / "server.log")
-    file, key = model / "config.json", home / "key"  # SGLang needs the name of the class
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [SERVED]}))
+    key = home / "key"
     key.touch(0o600)
     key.write_text(server.api_key)
     server.start()

@@ -20,15 +20,20 @@ _COPIED_FILES = tuple(name for name in TOKENIZER_FILES if name != "config.json")
 
 
 def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path) -> None:
-    """Write config.json for weights of this type."""
+    """Write config.json for weights of this type, with the model class, which servers need and an
+    inline architecture may lack."""
     name = str(dtype).removeprefix("torch.")
 
     def with_type(settings: Mapping[str, Any]) -> dict[str, Any]:
         keys = [key for key in ("dtype", "torch_dtype") if key in settings] or ["dtype"]
         return {**settings, **dict.fromkeys(keys, name)}
 
+    family = architecture.family
     settings = with_type(architecture.source)
-    if architecture.family.text_type:
+    settings["architectures"] = settings.get("architectures") or [
+        family.full_class or family.sglang_class
+    ]
+    if family.text_type:
         settings["text_config"] = with_type(settings["text_config"])
     text = json.dumps(settings, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")

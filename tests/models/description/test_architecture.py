@@ -237,13 +237,19 @@ def test_an_exported_config_says_what_a_missing_key_meant(model_type: str) -> No
 
 
 @pytest.mark.parametrize("keys", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype"), ()])
-def test_an_exported_config_names_one_type(keys: tuple[str, ...], tmp_path: Path) -> None:
-    for model_type in ("qwen3", "qwen3_5"):
-        fields = tiny.config(model_type)
+def test_an_exported_config_names_one_type_and_the_class(
+    keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    for model_type, name in (
+        ("qwen3", "Qwen3ForCausalLM"),
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    ):
+        fields = tiny.config(model_type) | {"architectures": None}
         for each in (fields, fields.get("text_config", fields)):
             each |= dict.fromkeys(keys, "bfloat16")
         write_config(read_architecture(fields), torch.float32, tmp_path)
         written = json.loads((tmp_path / "config.json").read_text())
+        assert written["architectures"] == [name]
         for each in (written, written.get("text_config", written)):
             assert {each.get(key) for key in keys or ("dtype",)} == {"float32"}
 
