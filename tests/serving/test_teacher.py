@@ -114,7 +114,7 @@ def test_the_first_lost_request_ends_the_wait_for_those_that_hang():
 
 def test_each_replica_is_tried_before_the_teacher_is_lost(monkeypatch, absent):
     """One never replies, four refuse connections, the last one answers."""
-    monkeypatch.setattr(timeouts, "SCORE", 0.5)
+    monkeypatch.setattr(timeouts, "SCORE", 3.0)
     never = threading.Event()
     with fake_teacher(lambda _: never.wait(30)) as (silent, _), fake_teacher() as (good, asked):
         teacher = served_by(silent, *[absent] * 4, good, patience_seconds=0.0)

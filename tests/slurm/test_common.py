@@ -42,7 +42,7 @@ def run_function(tmp_path: Path, function: str, **programs: str) -> str:
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
