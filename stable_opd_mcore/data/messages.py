@@ -152,8 +152,8 @@ def _turn(
 
 
 def _in_newer_form(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in OpenAI's present form, of ShareGPT's or of OpenAI's older one, where a call and
-    its reply have no id."""
+    """A message in OpenAI's present form. It may be in ShareGPT's, or in OpenAI's older one, where
+    a call and its reply have no id."""
     newer = dict(given)
     for key, other in (("role", "from"), ("content", "value")):
         if other in newer and key not in newer:
@@ -269,16 +269,23 @@ def _calls(value: object, place: str) -> list[Mapping[str, Any]]:
                 f"{place}: tool call {call!r:.80}; write {{function: {{name: ..., arguments: "
                 "...}}, the arguments as an object or its JSON text"
             )
-        framed = call if "function" in call else {"function": call}
+        framed = call if "function" in call else _framed(call)
         own = {key: each for key, each in framed.items() if each is not None}
         function = {**framed["function"], "arguments": without_nulls(read[1])}
         calls.append({**own, "function": function})
     return calls
 
 
+def _framed(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call {name, arguments} in OpenAI's frame, where its id and other keys are next to it."""
+    function = {key: call[key] for key in ("name", "arguments") if key in call}
+    others = {key: each for key, each in call.items() if key not in function}
+    return {**others, "function": function}
+
+
 def name_and_arguments(call: Any) -> tuple[str, dict[str, Any]] | None:
-    """Of a call in OpenAI's form, or of its function without this frame; the arguments may be JSON
-    text. None: it has another form.
+    """The name and the arguments, which may be JSON text, of a call in OpenAI's form or without its
+    frame {function: ...}; None: it has another form.
 
     Raises:
         RecursionError: the JSON text is nested too deep.

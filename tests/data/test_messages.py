@@ -72,8 +72,8 @@ def shared(name, value):
         ([shared("human", "1+1?"), shared("gpt", "It is 2.")], [ASK, TWO]),
         ([shared("system", "Add."), shared("user", "1+1?")], [SYSTEM, ASK]),
         (
-            [ASK, {**CALL, "tool_calls": [call_of({})["function"]]}, TOOL, TWO],
-            [ASK, {**CALL, "tool_calls": [call_of({})]}, TOOL, TWO],
+            [ASK, {**CALL, "tool_calls": [{"id": "7", **call_of({})["function"]}]}, TOOL, TWO],
+            [ASK, {**CALL, "tool_calls": [{"id": "7", **call_of({})}]}, TOOL, TWO],
         ),
         ([{**SYSTEM, "role": "developer"}, ASK, {**TWO, "role": "model"}], [SYSTEM, ASK, TWO]),
         (
