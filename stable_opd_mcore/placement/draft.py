@@ -5,8 +5,9 @@ Needs no torch. Not here: the servers' arguments (rollout/sglang/server_setup.py
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from stable_opd_mcore.config.rollouts import SpeculativeConfig
 from stable_opd_mcore.config.schema import Config
@@ -132,7 +133,9 @@ def _tensor_names(directory: Path) -> list[str]:
         return [*read_json_object(directory / _INDEX).get("weight_map", {})]
     names: list[str] = []
     for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            names += json.loads(file.read(min(length, 2**26)))
+        try:
+            with safe_open(path, framework="numpy") as tensors:
+                names += tensors.keys()
+        except SafetensorError as error:
+            raise UserError(f"{path}: not readable, {error}; download it again") from None
     return names

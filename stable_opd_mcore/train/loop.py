@@ -254,8 +254,9 @@ def _train_steps(
             sinks.write(state.step, metrics)
             now = loss_weights_of(config, state.adapted, state.guard)
             write_actions(sinks, state.step, result.actions, now)
-            warn_of_equal_models(state.step, metrics.values_by_key())
-            draft.look(state.step, metrics.values_by_key(), sinks)
+            values = metrics.values_by_key()
+            warn_of_equal_models(state.step, values)
+            draft.look(state.step, values, sinks)
         if failed is not None:  # the step itself is finished; a resumed run continues after it
             _save_without_servers(run, state, saver, session.stop, failed)
             raise failed

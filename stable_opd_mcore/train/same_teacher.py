@@ -7,8 +7,7 @@ would learn from that teacher and look sound.
 
 What the files give in fp32 is the truth. A server may differ from it as far as rounding explains:
 with train.precision=fp32 as a rollout server may (rollout/sglang/agreement.py), in bf16 by some
-times what a forward pass in bf16 differs from it. Medians over the tokens are compared, since a
-router may choose another expert after rounding.
+times what a forward pass in bf16 differs from it. Medians over the tokens are compared.
 
 Letters: G temperatures, L scored tokens of all sequences.
 """
@@ -34,10 +33,10 @@ from stable_opd_mcore.models import tensors
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
 from stable_opd_mcore.models.description.config_fields import decoder_settings, read_fields
 from stable_opd_mcore.models.description.unread_settings import WITHOUT_EFFECT
-from stable_opd_mcore.models.files.huggingface import check_hf, stored_dtypes
+from stable_opd_mcore.models.files.huggingface import STORED_AS, check_hf, stored_dtypes
 from stable_opd_mcore.models.files.safetensors_files import TensorFiles
 from stable_opd_mcore.parallel.world import on_first_rank
-from stable_opd_mcore.rollout.sglang.agreement import tolerance
+from stable_opd_mcore.rollout.sglang.agreement import median_gap, tolerance
 from stable_opd_mcore.rollout.sglang.checksums import ExpectedChecksums, as_held, difference
 from stable_opd_mcore.rollout.sglang.sync import reported_checksums
 from stable_opd_mcore.scoring.from_files import TEMPERATURES, FileScores, scores_of_files
@@ -49,7 +48,6 @@ from stable_opd_mcore.train.run import Run
 _NUM_PROMPTS, _MAX_TOKENS = 4, 128  # of each prompt with its golden solution
 _NUM_PAIRS = 32  # of random tokens: no position matters to the second one
 _TIMES_ROUNDING = 4.0  # a server's kernels add in another order than the CPU's
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _log = logging.getLogger(__name__)
 
 
@@ -86,8 +84,8 @@ def compare_with_files(run: Run, say: Callable[[str], None], progress: Callable[
         seconds = time.monotonic() - began
         first_L = np.concatenate([np.arange(len(ids) - 1) == 0 for ids in sequences])
         largest = allowed(files, run.config.train.precision)
-        gap = _median(served_L, files.logprobs_GL[0])
-        gaps = [_median(served_L[of], files.logprobs_GL[0][of]) for of in (first_L, ~first_L)]
+        gap = median_gap(served_L, files.logprobs_GL[0])
+        gaps = [median_gap(served_L[of], files.logprobs_GL[0][of]) for of in (first_L, ~first_L)]
         text = (
             f"the log-probabilities of teacher {teacher.first_replica.url} and of {path} differ by "
             f"{gap:.3g} in the median of {len(served_L)} tokens"
@@ -114,12 +112,8 @@ def allowed(files: FileScores, precision: str) -> float:
     least = tolerance(torch.float32)
     if precision == "fp32":
         return least
-    rounding = _TIMES_ROUNDING * _median(files.bf16_logprobs_L, files.logprobs_GL[0])
+    rounding = _TIMES_ROUNDING * median_gap(files.bf16_logprobs_L, files.logprobs_GL[0])
     return min(max(rounding, least), tolerance(torch.bfloat16))
-
-
-def _median(a_L: NDArray[np.float32], b_L: NDArray[np.float32]) -> float:
-    return float(np.median(np.abs(a_L - b_L)))
 
 
 def _sequences(run: Run, vocab_size: int) -> list[list[int]]:
@@ -171,11 +165,12 @@ def _causes(
             later ones.
     """
     for temperature, own_L in zip(TEMPERATURES[1:], files.logprobs_GL[1:], strict=True):
-        if _median(served_L, own_L) <= largest:
+        if median_gap(served_L, own_L) <= largest:
             yield f"temperature: its scores are those at {temperature:g}, expected is 1"
     client = teacher.first_replica
     info = client.call("GET", "/server_info", None, timeouts.QUESTION, attempts=ATTEMPTS)
-    dtypes = {_DTYPES.get(name, name) for name in stored_dtypes(path, architecture)}
+    stored = stored_dtypes(path, architecture)
+    dtypes = {dtype for dtype, name in STORED_AS.items() if name in stored}
     yield from different_settings(info if isinstance(info, dict) else {}, path, dtypes)
     first, later = gaps
     if first <= largest:

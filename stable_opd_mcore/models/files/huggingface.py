@@ -73,7 +73,7 @@ def read_head(
         return [files.read(name, (rows,)) for rows in ranges]
 
 
-_TYPES = {"bfloat16": BF16, "float16": "F16", "float32": "F32", "float64": "F64"}
+STORED_AS = {"bfloat16": BF16, "float16": "F16", "float32": "F32", "float64": "F64"}
 
 
 def stored_dtypes(path: str | Path, architecture: Architecture) -> set[str]:
@@ -85,7 +85,7 @@ def stored_dtypes(path: str | Path, architecture: Architecture) -> set[str]:
     """
     if is_megatron(path):
         dtype: str = architecture.source.get("dtype") or architecture.source.get("torch_dtype", "")
-        return {_TYPES.get(dtype, dtype)} if dtype else set()
+        return {STORED_AS.get(dtype, dtype)} if dtype else set()
     entries = tensors.canonical_parameters(architecture)
     with TensorFiles(Path(path), architecture) as files:
         return {

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import Module
 
 from stable_opd_mcore.models.weights import architecture_of
@@ -36,6 +37,12 @@ def tolerance(dtype: torch.dtype) -> float:
     return _LOGITS_SPREAD * torch.finfo(dtype).eps ** 0.5
 
 
+def median_gap(a_L: NDArray[np.float32], b_L: NDArray[np.float32]) -> float:
+    """How far two models' log-probabilities of the same tokens are apart, in nats. The median,
+    since a router may choose another expert for a token after rounding."""
+    return float(np.median(np.abs(a_L - b_L)))
+
+
 def disagreements(
     chunks: Sequence[Module],
     world: World,
@@ -45,8 +52,7 @@ def disagreements(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """How servers' probabilities differ from the trainer's, and why others gave none; by name.
 
-    The median over the tokens is compared, since a router may choose another expert for a token
-    after rounding. Collective over the ranks that send weights together (`send_weights`).
+    Collective over the ranks that send weights together (`send_weights`).
 
     Args:
         targets: [] on ranks that send nothing.
@@ -68,7 +74,7 @@ def disagreements(
     expected = logprobs_of(chunks, world, prompt, given)
     found: dict[str, str] = {}
     for (name, text), expected_L in zip(texts.items(), expected, strict=False):
-        gap = float(np.median(np.abs(text.logprobs - expected_L)))
+        gap = median_gap(text.logprobs, expected_L)
         if not gap <= tolerance(dtype):
             found[name] = (
                 "from the same weights it computes other log-probabilities than the trainer: they "
