@@ -63,7 +63,7 @@ def encode_golden(
     goldens: list[list[Sequence[int]]] = []
     for parts in parts_of:
         ids = chain(*((part.observed, [*next(said), *part.stop]) for part in parts))
-        goldens.append([*ids][1:])  # the prompt stands before the first turn
+        goldens.append([*ids][1:])  # what is observed before the first turn is the prompt
     if not any(goldens) and not {"none", "optional"}.issuperset(golden_of):
         raise DataError(
             "no row of data.train has a golden solution, which mixture.lambda > 0 trains on; set "

@@ -102,7 +102,7 @@ class WrittenTurns:
 
     @cached_property
     def _has_channels(self) -> bool:
-        """Whether the template names the channel of an answer, as gpt-oss's does."""
+        """Whether the template names the channel of an answer, as that of gpt-oss does."""
         if not self._tokenizer.has_template:
             return False
         prompt = self._tokenizer.render([ASKED], generation_prompt=True)

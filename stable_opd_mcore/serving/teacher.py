@@ -220,7 +220,7 @@ class ServedTeacher:
 
     @property
     def first_replica(self) -> SglangClient:
-        """Of a teacher of all sources."""
+        """The first replica of a teacher of all sources."""
         return self._clients[_ANY][0]
 
     def _require_within_vocabulary(self, url: str, scores: SequenceScores) -> None:

@@ -268,7 +268,7 @@ class RunModels:
         return chunks
 
     def keep_heads(self, *scorers: Scorer | None) -> None:
-        """Keep the output heads of these scorers that are not the student's and take no turns."""
+        """Keep the heads of these scorers, except the student's and those that take turns."""
         others = (self.head, *(teacher.head for teacher in self.in_turn.values()))
         heads = [scorer.head for scorer in scorers if scorer]
         self.heads += [head for head in heads if not any(head is other for other in others)]

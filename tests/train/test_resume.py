@@ -1,5 +1,5 @@
-"""A killed run resumes with identical metrics: one with an objective for each source, two teachers
-that take turns, prompts of theirs made of rollouts, and rollouts that begin with golden turns. On
+"""A killed run resumes with identical metrics. Each source has an objective of its own, two
+teachers take turns, their prompts are made of rollouts, and rollouts begin with golden turns. On
 other layouts: test_layouts.py.
 """
 

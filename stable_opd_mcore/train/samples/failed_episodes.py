@@ -1,4 +1,4 @@
-"""End a run, on all ranks together, for what the episodes of a step show of their environment."""
+"""End a run on all ranks if most episodes failed in their environment, or if one has a problem."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_peft_loads_the_files(model_type, world: World, tmp_path) -> None:
 
 
 def test_other_mlps_than_experts_are_named_as_parameters(world: World, tmp_path) -> None:
-    """PEFT takes gate_proj and its like, named as modules, for the experts' alone."""
+    """If gate_proj and the others are named as modules, PEFT finds only those of the experts."""
     export_adapter(adapted(tiny.config("glm4_moe"), world), tmp_path, None)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     assert settings["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]

@@ -176,7 +176,7 @@ def test_a_model_with_other_parts_is_served_by_its_decoder():
 
 
 def test_groups_of_experts_are_stated_for_a_router_without_groups():
-    """SGLang cannot be built without both numbers, which transformers' V2 may lack."""
+    """SGLang's DeepSeek-V2 needs both numbers. A config.json of transformers may lack them."""
     fields = tiny.config("deepseek_v2")
     assert fields.keys().isdisjoint({"n_group", "topk_group"})
     served = model_config(read_architecture(fields))
