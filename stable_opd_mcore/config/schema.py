@@ -243,15 +243,29 @@ class Config(Section):
 
     @property
     def _weights_of_teacher(self) -> Weights:
-        if self.teacher is None or not self.teacher.is_self:
+        teacher = self.teacher
+        if teacher is None:
             return "teacher"
-        if self.teacher.weights == "live":
+        if teacher.weights == "live":
             return "student"
-        if self.student.lora and self.fp8.teacher == self.fp8.student:
+        same = self.fp8.teacher == self.fp8.student
+        if self.student.lora and same and (teacher.is_self or self._teacher_is_base):
             return "base"
-        same = self.fp8.teacher == self.fp8.reference and self.teacher.weights == "frozen"
+        if not teacher.is_self:
+            return "teacher"
+        same = self.fp8.teacher == self.fp8.reference and teacher.weights == "frozen"
         is_start = self.reference.path is None and self.reference.update == "never"
         return "reference" if self.largest_beta and is_start and same else "teacher"
+
+    @property
+    def _teacher_is_base(self) -> bool:
+        """Whether the teacher is in the trainer, alone or with adapters, and has the files of the
+        student, which a cold start would change."""
+        teacher, student = self.teacher, self.student
+        if teacher is None or teacher.is_served or teacher.in_turn or self.cold_start:
+            return False
+        keys = ("path", "revision", "architecture", "window", "rope_theta")
+        return all(getattr(teacher, key) == getattr(student, key) for key in keys)
 
     @property
     def frozen_models_move(self) -> bool:

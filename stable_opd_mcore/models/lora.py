@@ -140,12 +140,13 @@ def set_apart(chunks: Sequence[Module]) -> list[Factors]:
 
 
 @contextmanager
-def switched_on(every: Sequence[Factors]) -> Iterator[None]:
-    """Inside the block, add these factors of `set_apart` to the outputs of their layers."""
+def switched_on(every: Sequence[Factors], chunks: Sequence[Module]) -> Iterator[None]:
+    """Inside the block, compute with these factors of `set_apart` in place of the chunks' own."""
     for factors in every:
         factors.is_on = True
     try:
-        yield
+        with base_only(chunks):
+            yield
     finally:
         for factors in every:
             factors.is_on = False

@@ -105,8 +105,6 @@ class RunModels:
         self.student = load_model(
             config, world, config.student, vocab_size, fp8=fp8, trainable=True
         )
-        if config.student.lora:
-            self._adapt(config.student.lora)
         self.head = output_head(self.student, vocab_size)
         self._megatron_scorer = partial(
             MegatronScorer,
@@ -114,7 +112,24 @@ class RunModels:
             vocab_size=vocab_size,
             temperature=objective.temperature,
         )
+        if config.student.lora:
+            self._teach_by_base()
+            self._adapt(config.student.lora)
         self._served_scorer = partial(ServedScorer, world.is_last_stage, vocab_size=vocab_size)
+
+    def _teach_by_base(self) -> None:
+        """Make the teachers that are the student's base, alone or with an adapter. The student must
+        not have its own factors yet: `set_apart` would take them out, too."""
+        settings, asks = self.config.teacher, [one.teacher_needs for one in self.objective.each]
+        is_base = self.config.weights_of["teacher"] == "base" and {*asks} != {"none"}
+        if settings is None or settings.is_self or not is_base:
+            return
+        base = partial(base_only, self.student)
+        self._teachers[None] = partial(
+            self._megatron_scorer, self.student, head=self.head, around=lambda _: base()
+        )
+        for name, directory in settings.adapters.items():
+            self._teachers[name] = self._adapter_teacher(name, directory)
 
     def _adapt(self, lora: LoraConfig) -> None:
         """Give the student's matrices their low-rank factors."""
@@ -361,7 +376,7 @@ class RunModels:
         adapt(chunks, adapter_form(directory, architecture_of(chunks), name))
         load_factors(chunks, directory)
         factors = set_apart(chunks)
-        return partial(base, around=lambda _: switched_on(factors))
+        return partial(base, around=lambda _: switched_on(factors, chunks))
 
     def _self_teacher(self, teacher: TeacherConfig, fp8: Fp8 | None) -> partial[MegatronScorer]:
         config, weights = self.config, self.config.weights_of["teacher"]

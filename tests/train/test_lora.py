@@ -40,6 +40,7 @@ def train_and_start_again(rank: int, world_size: int, directory: str) -> None:
     path = Path(directory)
     train(dense_config(path, "dense"), show_progress=False)
     from_the_trained_model(path)
+    taught_by_adapters(path)
     evaluate_every_form(path)
 
 
@@ -76,6 +77,28 @@ def test_a_run_from_an_adapter_starts_as_the_trained_model(runs):
     exported = load_file(runs / "from_merged" / "model" / "model.safetensors")
     assert converted.keys() == exported.keys()
     assert all(torch.equal(tensor, converted[key]) for key, tensor in exported.items())
+
+
+def taught_by_adapters(path: Path) -> None:
+    """By the student's base and an adapter of it; once they are a model of their own."""
+    student = {"path": f"{path}/dense/model", "architecture": None, **LORA}
+    models = {"tuned": {"adapter": f"{path}/dense/adapter"}}
+    sources = [problems(8, 1)["train"] | {"name": name} for name in ("base", "tuned")]
+    sources[1]["teacher"] = "tuned"
+    for name, teacher in (("shared", student["path"]), ("own", f"{path}/dense/../dense/model")):
+        files = {"path": teacher, "architecture": None, "models": models}
+        data = {"train": sources}
+        config = dense_config(path, name, student=student, teacher=files, data=data)
+        assert config.weights_of["teacher"] == {"shared": "base", "own": "teacher"}[name]
+        train(config, show_progress=False)
+
+
+def test_a_teacher_that_is_the_base_needs_no_weights_of_its_own(runs):
+    shared, own = metrics_of(runs / "shared"), metrics_of(runs / "own")
+    assert shared[1]["kl/teacher"] != pytest.approx(shared[0]["kl/teacher"], rel=1e-2)
+    for ours, others in zip(shared, own, strict=True):
+        for key in ("loss/pg", "logprob/teacher", "kl/teacher", "grad_norm"):
+            assert ours[key] == pytest.approx(others[key], rel=1e-5), key
 
 
 def evaluate_every_form(path: Path) -> None:

@@ -86,8 +86,10 @@ def _not_implemented(file: str, role: str, found: Mapping[str, Any]) -> Iterator
 
 def same_weights(inputs: RunInputs) -> Iterator[Finding]:
     """A teacher with the student's weights and prompt; no whole file is read."""
-    teacher, student = inputs.config.teacher, inputs.config.student.path
-    if teacher is None or teacher.prompt is not None or inputs.objective.teacher_needs == "none":
+    config = inputs.config
+    teacher, student = config.teacher, config.student.path
+    used = {config.teacher_of(each) for each in config.data.sources if config.asks_teacher(each)}
+    if teacher is None or teacher.prompt is not None or None not in used:
         return
     lora = inputs.config.student.lora
     starts_elsewhere = lora is not None and lora.path is not None  # the student's start has factors
