@@ -276,6 +276,14 @@ def of_factors(entry: Parameter, architecture: Architecture) -> Parameter:
     return replace(entry, hf_names=(entry.hf_names[0].replace("gate_proj", "gate_up_proj"),))
 
 
+def is_in_fp8(entry: Parameter, architecture: Architecture) -> bool:
+    """Whether a layer's parameter is a matrix that FP8 is for: one that tensor ranks share, but for
+    decay and beta of a delta net, or an expert's."""
+    first = entry.hf_names[0]
+    is_shared = entry.is_cut and ".in_proj_b" not in first
+    return (is_shared or entry.is_expert) and len(hf_shape(first, architecture)) == 2
+
+
 def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Name and shape of every Hugging Face tensor, in the order of the forward pass."""
     entries = canonical_parameters(architecture)

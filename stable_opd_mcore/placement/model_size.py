@@ -9,12 +9,16 @@ H hidden, Q query width (heads x head size), K key-value width, F feed-forward w
 rows of the stored embedding, t tensor ranks.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 
 from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.files.adapted import chosen
-from stable_opd_mcore.models.tensors import hf_shape, layer_parameters
+from stable_opd_mcore.models.tensors import Parameter, hf_shape, is_in_fp8, layer_parameters
 from stable_opd_mcore.placement.layout import Layout
 
 # Bytes of a parameter's weight and of its Adam state: fp32 weights, which with fp32 are the
@@ -49,11 +53,6 @@ class ModelSize:
         return -(-self.architecture.vocab_size // self.layout.tensor)
 
     @property
-    def gated_width(self) -> int:
-        """Width of queries and, where the attention has them, of its gates."""
-        return self.query_width * (2 if self.architecture.family.gated_attention else 1)
-
-    @property
     def norms_per_layer(self) -> int:
         """Norms of the residual stream, and of what is added to it, in one layer."""
         return 4 if self.architecture.family.norms_after else 2
@@ -72,126 +71,60 @@ class ModelSize:
         """Layers of a stage with one dense MLP in a mixture of experts."""
         return sum(n < self.architecture.num_dense_layers for n in self.layers(stage))
 
-    def _attention_parameters(self) -> int:
-        model, t = self.architecture, self.layout.tensor
-        if (latent := model.latent) is not None:
-            output = model.num_attention_heads // t * latent.value_dim * model.hidden_size
-            return model.latent_matrices(t) + output + latent.rank + (latent.query_rank or 0)
-        qkv_rows = (self.gated_width + 2 * self.key_width) // t
-        attention = model.hidden_size * (qkv_rows + self.query_width // t)
-        if model.qkv_bias:
-            attention += qkv_rows
-        if model.family.qk_norm:
-            attention += 2 * model.head_dim
-        if model.output_bias:
-            attention += model.hidden_size
-        if model.family.sinks:
-            attention += model.num_attention_heads // t
-        return attention
+    def _sum(self, stage: int, count: Callable[[Parameter, int], int]) -> int:
+        """The sum over all parameters of a stage's layers, of which a count knows the elements."""
+        return sum(
+            layers * sum(count(*each) for each in _parameters(self.architecture, number))
+            for number, layers in self.architecture.kinds(self.layers(stage)).items()
+        )
 
-    def _delta_net_parameters(self) -> int:
-        model, net = self.architecture, self.architecture.delta_net
-        if net is None:
-            return 0
-        cut = model.hidden_size * 2 * net.num_value_heads  # decay and beta
-        cut += net.channels * net.conv_width + 2 * net.num_value_heads
-        return self._delta_net_matrices() + cut // self.layout.tensor + net.value_dim
-
-    def _delta_net_matrices(self) -> int:
-        """Parameters of the two projections of a gated delta net that are computed in FP8."""
-        model, net = self.architecture, self.architecture.delta_net
-        if net is None:
-            return 0
-        return model.hidden_size * (net.channels + 2 * net.values) // self.layout.tensor
-
-    def _rest_parameters(self, stage: int) -> int:
-        """Parameters of a stage's norms, MLPs or shared experts, and routers, without experts."""
-        model, dense = self.architecture, self.dense_layers(stage)
-        biases = model.router_rows * (model.family.biases or model.family.scored_router)
-        each = model.router_rows * model.hidden_size + biases
-        norms = self.layers_per_stage * self.norms_per_layer * model.hidden_size
-        return norms + (self.layers_per_stage - dense) * each + self._mlp_parameters(stage)
-
-    def _mlp_parameters(self, stage: int) -> int:
-        """Parameters of a stage's MLPs that every token passes, shared experts included."""
-        model, t, dense = self.architecture, self.layout.tensor, self.dense_layers(stage)
-        widths = (self.layers_per_stage - dense) * (model.dense_width // t)
-        return 3 * (widths + dense * (model.mlp_width // t)) * model.hidden_size
+    def _held(self, entry: Parameter, elements: int) -> int:
+        """Elements on one tensor rank; an expert is whole."""
+        return elements // self.layout.tensor if entry.is_cut else elements
 
     def expert_parameters(self, stage: int) -> int:
         """Parameters of this rank's experts in a stage's layers; 0 in a dense model."""
-        model = self.architecture
-        if model.experts is None:
-            return 0
-        own = model.experts.number // self.layout.expert
-        each = 3 * model.ffn_hidden_size * model.hidden_size
-        if model.family.biases:
-            each += 2 * model.ffn_hidden_size + model.hidden_size
-        return (self.layers_per_stage - self.dense_layers(stage)) * own * each
+        of_all = self._sum(stage, lambda entry, elements: entry.is_expert * elements)
+        return of_all // self.layout.expert
 
     def factor_parameters(self, lora: LoraConfig, stage: int) -> int:
         """Parameters of the low-rank factors in one stage's layers, a shared expert's included,
         without those of experts."""
-        return self._factors_of_stage(lora, stage, of_experts=False)
+        return self._sum(stage, lambda entry, _: self._factors(lora, entry, of_experts=False))
 
     def expert_factor_parameters(self, lora: LoraConfig, stage: int) -> int:
         """Parameters of the low-rank factors of this rank's experts; 0 in a dense model."""
-        return self._factors_of_stage(lora, stage, of_experts=True) // self.layout.expert
+        of_all = self._sum(stage, lambda entry, _: self._factors(lora, entry, of_experts=True))
+        return of_all // self.layout.expert
 
-    def _factors_of_stage(self, lora: LoraConfig, stage: int, *, of_experts: bool) -> int:
-        model, alike = self.architecture, dict[tuple[bool, bool], list[int]]()
-        for number in self.layers(stage):
-            kind = number in model.delta_layers, number < model.num_dense_layers
-            alike.setdefault(kind, []).append(number)
-        return sum(
-            len(numbers) * self._factors_of_layer(lora, numbers[0], of_experts=of_experts)
-            for numbers in alike.values()
-        )
-
-    def _factors_of_layer(self, lora: LoraConfig, number: int, *, of_experts: bool) -> int:
-        """Parameters of the factors of all experts of a layer, or of its other matrices on a
-        tensor rank. A of a matrix that is cut by rows, and B of one by columns, are whole."""
+    def _factors(self, lora: LoraConfig, entry: Parameter, *, of_experts: bool) -> int:
+        """Parameters of the factors of a parameter's matrices on a tensor rank. A of a matrix that
+        is cut by rows, and B of one by columns, are whole."""
         model, count = self.architecture, 0
-        for entry in layer_parameters(model, number):
-            if entry.is_expert != of_experts:
-                continue
-            ranks = self.layout.tensor if entry.is_cut else 1
-            for name in chosen(entry, model, lora.matrices):
-                outputs, inputs = hf_shape(name, model)
-                by_columns = entry.layout == "columns"
-                width = inputs // ranks + outputs if by_columns else inputs + outputs // ranks
-                count += lora.rank_of(of_experts) * width
+        if entry.is_expert != of_experts:
+            return 0
+        ranks = self.layout.tensor if entry.is_cut else 1
+        for name in chosen(entry, model, lora.matrices):
+            outputs, inputs = hf_shape(name, model)
+            by_columns = entry.layout == "columns"
+            width = inputs // ranks + outputs if by_columns else inputs + outputs // ranks
+            count += lora.rank_of(of_experts) * width
         return count
 
     def widest_matrix(self) -> int:
         """Elements of a layer's largest matrix, joined as Megatron joins matrices."""
-        model, net, layout = self.architecture, self.architecture.delta_net, self.layout
-        attention = self.gated_width + 2 * self.key_width
-        delta_net = net.channels + net.values if net else 0
-        mlp = 2 * model.ffn_hidden_size // (1 if model.experts else layout.tensor)
-        if model.num_dense_layers:
-            mlp = max(mlp, 2 * model.mlp_width // layout.tensor)
-        if (latent := model.latent) is not None:
-            queries = (latent.query_rank or model.hidden_size) * model.head_dim
-            each = max(queries, latent.rank * (latent.plain_dim + latent.value_dim))
-            heads = model.num_attention_heads // layout.tensor
-            return max(heads * each, mlp * model.hidden_size)
-        return max(attention // layout.tensor, delta_net // layout.tensor, mlp) * model.hidden_size
+        model = self.architecture
+        every = chain.from_iterable(_parameters(model, n) for n in model.kinds())
+        return max(self._held(*each) for each in every)
 
     def fp8_parameters(self, stage: int) -> int:
         """Parameters of the matrices in FP8 on one pipeline stage."""
-        model, layout = self.architecture, self.layout
-        heads = (self.gated_width + self.query_width + 2 * self.key_width) // layout.tensor
-        delta_layers = self.delta_layers(stage)
-        each = model.hidden_size * heads
-        if (latent := model.latent) is not None:  # the products that give latents are not
-            queries = (latent.query_rank or model.hidden_size) * model.head_dim
-            each = queries + latent.rank * (latent.plain_dim + latent.value_dim)
-            each += latent.value_dim * model.hidden_size
-            each *= model.num_attention_heads // layout.tensor
-        mixers = (self.layers_per_stage - delta_layers) * each
-        mixers += delta_layers * self._delta_net_matrices()
-        return mixers + self._mlp_parameters(stage) + self.expert_parameters(stage)
+        model = self.architecture
+
+        def held(entry: Parameter, elements: int) -> int:
+            return (not entry.is_expert and is_in_fp8(entry, model)) * self._held(entry, elements)
+
+        return self._sum(stage, held) + self.expert_parameters(stage)
 
     def stage_parameters(self, stage: int) -> int:
         """Parameters of one pipeline stage: 0 has the embedding, the last norm and head."""
@@ -200,10 +133,7 @@ class ModelSize:
     def shared_parameters(self, stage: int) -> int:
         """Parameters of one pipeline stage without its experts."""
         model, last = self.architecture, self.layout.pipeline - 1
-        delta_layers = self.delta_layers(stage)
-        count = self._rest_parameters(stage)
-        count += (self.layers_per_stage - delta_layers) * self._attention_parameters()
-        count += delta_layers * self._delta_net_parameters()
+        count = self._sum(stage, lambda entry, n: (not entry.is_expert) * self._held(entry, n))
         matrix = self.head_rows * model.hidden_size
         if stage == 0:
             count += matrix
@@ -434,3 +364,12 @@ class ModelSize:
         state = 4 * net.values * net.key_dim
         inputs = element_bytes * (net.conv_width - 1) * net.channels
         return len(self.architecture.delta_layers) * (state + inputs)
+
+
+@lru_cache(maxsize=64)
+def _parameters(model: Architecture, number: int) -> list[tuple[Parameter, int]]:
+    """The parameters of a layer, and how many elements each has on all ranks together."""
+    return [
+        (entry, sum(math.prod(hf_shape(name, model)) for name in entry.hf_names))
+        for entry in layer_parameters(model, number)
+    ]

@@ -78,15 +78,13 @@ class Interaction:
     system_prompt: str | None = None  # data.system_prompt
     window: int = 0  # the most tokens that the student reads
     teacher_tokenizer: Tokenizer | None = None  # of a teacher with a chat template of its own
-    logs: Path | None = (
-        None  # the beginning of the paths of the workers' files; see EnvironmentPool
-    )
+    logs: Path | None = None  # begins the paths of the workers' files; see EnvironmentPool
     progress: Callable[[], None] = lambda: None  # called whenever an environment has answered
     teacher_turns: TeacherTurns | None = None  # play Prompt.num_played turns; None: golden ones do
 
     def __post_init__(self) -> None:
-        # one is made for its first episode
-        self._pools: dict[str, EnvironmentPool | AgentPool] = {}
+        self._pools: dict[str, EnvironmentPool | AgentPool] = {}  # made for a first episode
+        self._path = self.tokenizer.path if self.tokenizer else ""
         self._are_agents = {k: each.is_agent for k, each in self.environments.items()}
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -364,11 +362,6 @@ class Interaction:
                     "teacher's directory, yield messages of another role, or yield restarts"
                 )
             self._compared.add(role)
-
-    @property
-    def _path(self) -> str:
-        assert self.tokenizer is not None
-        return self.tokenizer.path
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
         assert self.tokenizer is not None

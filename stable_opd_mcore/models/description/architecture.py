@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,13 @@ class Architecture:
         """Whether layers have parameters of other names or shapes."""
         return self.delta_net is not None or self.num_dense_layers > 0
 
+    def kinds(self, layers: Iterable[int] | None = None) -> dict[int, int]:
+        """A layer of each kind, and how many of `layers` are of its kind; None: of all."""
+        alike: dict[tuple[bool, bool], list[int]] = {}
+        for n in range(self.num_layers) if layers is None else layers:
+            alike.setdefault((n in self.delta_layers, n < self.num_dense_layers), []).append(n)
+        return {numbers[0]: len(numbers) for numbers in alike.values()}
+
     @property
     def value_dim(self) -> int:
         """Size of a head's values."""
@@ -129,9 +136,11 @@ class Architecture:
         heads = (2 + self.family.gated_attention) * self.num_attention_heads
         attention = (heads + 2 * self.num_key_value_heads) * self.head_dim * self.hidden_size
         if self.latent is not None:
-            attention = self.latent_matrices(1) + self.num_attention_heads * (
-                self.value_dim * self.hidden_size
-            )
+            latent, queries = self.latent, self.latent.query_rank or self.hidden_size
+            up = queries * self.head_dim + latent.rank * (latent.plain_dim + latent.value_dim)
+            attention = self.num_attention_heads * (up + latent.value_dim * self.hidden_size)
+            down = latent.rank + latent.rotated_dim + (latent.query_rank or 0)
+            attention += self.hidden_size * down
         mixers = self.num_attention_layers * attention
         if (net := self.delta_net) is not None:
             # The gates z and the outputs are as wide as the values; decay and beta have a column
@@ -140,16 +149,6 @@ class Architecture:
             layer = widths * self.hidden_size + 3 * net.values * net.key_dim
             mixers += len(self.delta_layers) * layer
         return mixers + self.mlp_products
-
-    def latent_matrices(self, tensor: int) -> int:
-        """Elements, on one of so many tensor ranks, of a layer's matrices that make queries, keys
-        and values, where these come of latents."""
-        latent, heads = self.latent, self.num_attention_heads // tensor
-        assert latent is not None
-        queries = latent.query_rank or self.hidden_size
-        down = self.hidden_size * (latent.rank + latent.rotated_dim + (latent.query_rank or 0))
-        up = queries * self.head_dim + latent.rank * (latent.plain_dim + latent.value_dim)
-        return down + heads * up
 
     @property
     def dense_width(self) -> int:

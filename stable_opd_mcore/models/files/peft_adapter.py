@@ -23,7 +23,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,8 +43,8 @@ _PART = re.compile(
 _WHOLE = re.compile(r"\.(?:base_layer|modules_to_save(?:\.\w+(?=\.))?)(?=\.)")
 _STACK = re.compile(r"(.+\.experts)((?:\.base_layer)*)")
 _OF_TINKER = re.compile(r"\.unembed_tokens\.|\.experts\.w[123]\.")
-# The parameters of a module of stacked experts, in the order in which PEFT wraps them
 _EMBEDDING = "embed_tokens.weight"
+# The parameters of a module of stacked experts, in the order in which PEFT wraps them
 _STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
 
@@ -236,7 +236,7 @@ class PeftAdapter:
         inputs = next(self._shapes[short][1] for short in places)
         pair = AdapterPair(a, b, 0.0, self._shape(a)[0] // number, experts=number)
         if self._shape(a)[1:] == (rows,) != (inputs,):  # as PEFT stacked them before
-            pair = replace(pair, a=a, b=b, is_transposed=True)
+            pair = replace(pair, is_transposed=True)
         pair = replace(pair, scale=self._scale(f"{inside}.{wrapped[-1 - depth]}", pair))
         self._require_shapes(stack, pair, rows, inputs)
         for short, found in places.items():
@@ -281,20 +281,19 @@ class PeftAdapter:
     def _require_shapes(self, short: str, pair: AdapterPair, rows: int, inputs: int) -> None:
         """Raise a UserError if the file's factors are not those of a matrix [rows, inputs]."""
         ranks = pair.rank * pair.experts
-        wanted = {pair.a: (ranks, inputs), pair.b: (rows, ranks)}
-        if pair.is_transposed and pair.experts == 1:
-            wanted = {pair.a: (inputs, ranks), pair.b: (ranks, rows)}
-        elif pair.is_transposed:
-            wanted = {pair.a: (ranks, rows), pair.b: (inputs, ranks)}
-        for name, shape in wanted.items():
-            if self._shape(name) != shape:
-                self._refuse_shape(short, name, self._shape(name), shape)
+        a, b = (ranks, inputs), (rows, ranks)
+        if pair.is_transposed:
+            a, b = (a[::-1], b[::-1]) if pair.experts == 1 else (b[::-1], a[::-1])
+        for name, shape in {pair.a: a, pair.b: b}.items():
+            self._require_shape(short, name, self._shape(name), shape)
 
-    def _refuse_shape(
+    def _require_shape(
         self, short: str, name: str, found: tuple[int, ...], wanted: tuple[int, ...]
-    ) -> NoReturn:
+    ) -> None:
         """Raise a UserError for a tensor of another shape than that of the model's tensor."""
         found, wanted, remedy = tuple(found), tuple(wanted), self._remedy
+        if found == wanted:
+            return
         differ = [pair for pair in zip(found, wanted, strict=False) if pair[0] != pair[1]]
         rows = self._shapes[_EMBEDDING][0]
         if short in (_EMBEDDING, HEAD) and [own for _, own in differ] == [rows]:
@@ -341,9 +340,8 @@ class PeftAdapter:
         """The model's tensor with all changes, in its type, summed in fp32."""
         short, merged = short_name(name), weight
         if (whole := self._whole_of(short)) is not None:
-            if whole.shape != weight.shape:
-                name = self._whole.get(short) or self._whole[self._stack_of[short]]
-                self._refuse_shape(short, name, whole.shape, weight.shape)
+            name = self._whole.get(short) or self._whole[self._stack_of[short]]
+            self._require_shape(short, name, whole.shape, weight.shape)
             merged = whole.to(weight.device)
         if (rows := self._rows.get(short)) is not None:
             values = self._tensors.get_tensor(rows[0]).to(weight)
@@ -370,13 +368,16 @@ class PeftAdapter:
 
     def changes_carried(self) -> bool:
         """Whether the adapter changes other parts of the model than its decoder."""
-        return any(map(self._is_carried, (*self.pairs, *self._whole, *self._biases)))
+        return bool(self._changed_carried())
+
+    def _changed_carried(self) -> list[str]:
+        return [*filter(self._is_carried, (*self.pairs, *self._whole, *self._biases))]
 
     def require_carried(self, names: Collection[str]) -> None:
         """Raise a UserError for a change of another part of the model that is not among `names`."""
         known = set(map(short_name, names))
-        for short in (*self.pairs, *self._whole, *self._biases):
-            if self._is_carried(short) and short not in known:
+        for short in self._changed_carried():
+            if short not in known:
                 raise UserError(
                     f"{self.file}: it changes {short}, which the base model does not have; "
                     + self._remedy

@@ -7,6 +7,7 @@ size rules of Transformer Engine's GEMMs, so that a laptop refuses what a cluste
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models.description.architecture import Architecture
+from stable_opd_mcore.models.tensors import hf_shape, is_in_fp8, layer_parameters
 
 # FP8 products need multiples of it in both widths of a matrix on one rank and in the tokens of a
 # micro-batch. transformer_engine/pytorch/utils.py assert_dim_for_fp8_exec asks for 16 and 8,
@@ -29,53 +31,28 @@ def refuse_fp8(architecture: Architecture, fp8: Fp8, *, tensor: int, precision: 
             f"{fp8.setting}: the experts of this {architecture.model_type} model have biases, with "
             f"which FP8 is not implemented; set fp8.{fp8.role}=null"
         )
-    for name, width in _widths(architecture, tensor).items():
-        if width % MULTIPLE:
+    for entry in chain.from_iterable(
+        layer_parameters(architecture, n) for n in architecture.kinds()
+    ):
+        if not is_in_fp8(entry, architecture):
+            continue
+        shapes = [hf_shape(name, architecture) for name in entry.hf_names]
+        outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
+        if entry.layout == "columns":
+            inputs //= tensor
+        elif entry.is_cut:
+            outputs //= tensor
+        if outputs % MULTIPLE or inputs % MULTIPLE:
             raise UserError(
-                f"{fp8.setting}: {name} is {width} on a rank of parallel.tensor={tensor}, and an "
-                f"FP8 product needs multiples of {MULTIPLE}: choose a smaller parallel.tensor, "
-                f"or fp8.{fp8.role}=null"
+                f"{fp8.setting}: {' + '.join(entry.hf_names)} is {outputs} x {inputs} on a rank of "
+                f"parallel.tensor={tensor}, and an FP8 product needs multiples of {MULTIPLE}: "
+                f"choose a smaller parallel.tensor, or fp8.{fp8.role}=null"
             )
     if precision not in (None, "bf16"):
         raise UserError(
             f"{fp8.setting} with train.precision={precision}: on a GPU the attention between the "
             "FP8 products takes bf16; set train.precision=bf16"
         )
-
-
-def _widths(architecture: Architecture, tensor: int) -> dict[str, int]:
-    """The widths of the layers' matrices on one tensor rank."""
-    model = architecture
-    heads = model.num_attention_heads + 2 * model.num_key_value_heads
-    ranks = 1 if model.experts is not None else tensor  # an expert is not cut
-    if model.family.gated_attention:
-        heads += model.num_attention_heads
-    widths: dict[str, int] = {}
-    if model.experts is not None and model.dense_width:
-        widths["the shared expert's width"] = model.dense_width // tensor
-    if model.num_dense_layers:
-        widths["a dense layer's width"] = model.mlp_width // tensor
-    if (latent := model.latent) is not None:
-        own = model.num_attention_heads // tensor
-        return widths | {
-            "hidden_size": model.hidden_size,
-            "kv_lora_rank": latent.rank,
-            **({"q_lora_rank": latent.query_rank} if latent.query_rank else {}),
-            "the queries' width": own * model.head_dim,
-            "the keys' and values' width": own * (latent.plain_dim + latent.value_dim),
-            "the output's width": own * latent.value_dim,
-            "the feed-forward width": model.ffn_hidden_size // ranks,
-        }
-    if (net := model.delta_net) is not None:
-        of_all = (net.channels + net.values) // tensor
-        widths["the gated delta net's width of values"] = net.values // tensor
-        widths["the gated delta net's width of queries, keys, values and gates"] = of_all
-    return widths | {
-        "hidden_size": model.hidden_size,
-        "the queries' width": model.num_attention_heads * model.head_dim // tensor,
-        "the width of queries, keys and values": heads * model.head_dim // tensor,
-        "the feed-forward width": model.ffn_hidden_size // ranks,
-    }
 
 
 def refuse_fp8_on_device(fp8: Fp8) -> None:

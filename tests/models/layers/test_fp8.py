@@ -28,12 +28,12 @@ EXPERTS = tiny.architecture("qwen3_moe", head_dim=16, moe_intermediate_size=32)
         (FITS, Fp8("teacher", "blockwise"), 1, None),
         (FITS, Fp8("student", "tensorwise"), 1, None),
         (EXPERTS, Fp8("teacher", "tensorwise"), 2, None),
-        (FITS, Fp8("teacher", "blockwise"), 2, "feed-forward width is 24 on a rank"),
+        (FITS, Fp8("teacher", "blockwise"), 2, r"mlp\.down_proj\.weight is 32 x 24 on a rank"),
         (
             tiny.architecture("qwen3", head_dim=16, hidden_size=40),
             Fp8("teacher", "tensorwise"),
             1,
-            "fp8.teacher=tensorwise: hidden_size is 40 .* multiples of 16",
+            r"fp8.teacher=tensorwise: .*q_proj.* \+ .* x 40 on a rank .* multiples of 16",
         ),
     ],
 )
@@ -83,7 +83,7 @@ def test_megatron_takes_the_settings(recipe, trainable):
 
 def test_a_model_refuses_sizes_and_tokens_that_do_not_divide(world):
     fp8 = Fp8("student", "tensorwise")
-    with pytest.raises(UserError, match="feed-forward width is 24"):
+    with pytest.raises(UserError, match=r"down_proj\.weight is 32 x 24"):
         build_model(FITS, replace(world, tensor_size=2), fp8=fp8)
     chunks = build_model(FITS, world, fp8=fp8)
     with pytest.raises(ValueError, match=r"30 tokens .* multiple of 16"):
