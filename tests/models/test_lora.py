@@ -1,11 +1,10 @@
 """Students with low-rank factors, against their definition: a full model of the merged matrices.
 
-Every layout gives the factors of two plain Adam steps on one rank.
+Their updates, and that every layout makes the same: tests/train/test_layouts.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import cycle
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from stable_opd_mcore.config.models import LoraConfig
-from stable_opd_mcore.config.schema import OptimizerConfig, ParallelConfig
 from stable_opd_mcore.config.training import Fp8
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.models import lora, tensors
@@ -28,17 +26,11 @@ from stable_opd_mcore.models.layers.factors import _multiplied_input, add_to_out
 from stable_opd_mcore.models.lora import adapt, base_only, fill_factors, merge
 from stable_opd_mcore.models.tensor_cuts import unshard
 from stable_opd_mcore.models.weights import described_parameters, fill_weights, iter_hf_tensors
-from stable_opd_mcore.parallel.pipeline import run_forward_backward
-from stable_opd_mcore.parallel.world import World, start_world, stop_world
+from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch
-from stable_opd_mcore.train import student as student_module
-from stable_opd_mcore.train.student import Student
 from tests.models import tiny
-from tests.parallel.launch import run_ranks
 
 LORA = LoraConfig(rank=4, expert_rank=2, alpha=8.0)
-LR, EPS = 1.0, 1e4  # with a large eps a step is proportional to the gradient, not to its sign
-LENGTHS = [[16, 8], [24], [8, 8, 8], [16]]  # of the micro-batches
 Pairs = dict[str, tuple[Tensor, Tensor]]  # HF name -> A [R, I], B [O, R]
 
 
@@ -254,106 +246,3 @@ def test_a_matrix_of_another_kind_is_refused(world: World, monkeypatch) -> None:
         UserError, match=r"o_proj.weight is of a kind \(columns\) .* student.lora=null"
     ):
         adapt(chunks, LoraConfig(rank=4, alpha=8))
-
-
-# ---- layouts
-
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, settings
-    "tp2": (2, {"tensor": 2}),
-    "tp2_sp": (2, {"tensor": 2, "sequence": True}),
-    "pp2_vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
-    "dp2": (2, {}),
-    "ep2": (2, {"expert": 2}),
-    "tp2_sp_dp2": (4, {"tensor": 2, "sequence": True}),
-    "tp2_sp_ep2": (4, {"tensor": 2, "sequence": True, "expert": 2}),
-}
-CASES = [  # family, layout, whether only some matrices have factors
-    *(("qwen3", name, "_sp" in name) for name in LAYOUTS if "ep2" not in name),
-    ("qwen2", "tp2_sp", True),
-    *(("qwen3_5_text", name, name == "tp2_sp") for name in ("tp2", "tp2_sp", "pp2_vpp2")),
-    ("qwen3_moe", "ep2", True),
-    ("qwen3_moe", "tp2_sp_ep2", False),
-    ("gpt_oss", "tp2_sp_ep2", True),
-]
-STEPS = 2
-
-
-def plain_steps(
-    architecture: Architecture, world: World, lora: LoraConfig
-) -> tuple[Pairs, list[float], list[float]]:
-    pairs, losses, norms = random_pairs(architecture, lora), [], []
-    flat = [factor for pair in pairs.values() for factor in pair]
-    adam = torch.optim.Adam(flat, lr=LR, eps=EPS)
-    for _ in range(STEPS):
-        chunks = merged(architecture, world, pairs, lora)
-        every = [tiny.microbatch(each, seed=seed) for seed, each in enumerate(LENGTHS)]
-        total = sum(loss_of(forward_hidden(chunks[0], batch), batch) for batch in every)
-        total.backward()  # pyright: ignore
-        gradients = projected(dict(hf_gradients(chunks)), pairs, lora)
-        for factor, gradient in zip(
-            flat, [g for pair in gradients.values() for g in pair], strict=True
-        ):
-            factor.grad = gradient
-        losses.append(float(total.detach()))
-        norms.append(float(sum(f.grad.square().sum() for f in flat)) ** 0.5)  # pyright: ignore
-        adam.step()
-    return pairs, losses, norms
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_layout_takes_the_steps_of_one_rank(ranks, world: World, tmp_path: Path) -> None:
-    cases = [case for case in CASES if LAYOUTS[case[1]][0] == ranks]
-    for model_type, some in {(model_type, some) for model_type, _, some in cases}:
-        architecture = tiny.architecture(model_type)
-        lora = of_some_matrices(architecture) if some else LORA
-        torch.save(plain_steps(architecture, world, lora), tmp_path / f"{model_type}_{some}.pt")
-    run_ranks(ranks, check_cases, cases, tmp_path)
-
-
-def check_cases(rank: int, world_size: int, cases: list[tuple[str, str, bool]], path: Path) -> None:
-    for model_type, layout, some in cases:
-        expected = torch.load(path / f"{model_type}_{some}.pt")
-        check_steps(model_type, LAYOUTS[layout][1], some, *expected)
-
-
-def check_steps(
-    model_type: str, parallel: dict, some: bool, expected: Pairs, losses: list, norms: list
-) -> None:
-    world = start_world(ParallelConfig(**parallel), seed=0)
-    student_module.ADAM_EPS = EPS
-    architecture = tiny.architecture(model_type)
-    lora = of_some_matrices(architecture) if some else LORA
-    chunks = adapted(architecture, world, random_pairs(architecture, lora), lora, recompute="full")
-    student = Student(chunks, OptimizerConfig(lr=LR, clip_grad=1e9), "fp32")
-    held = sum(buffer.numel() for buffer in student.gradient_buffers())
-    assert held < sum(weight.numel() for _, weight, _ in described_parameters(chunks)) / 2
-    rounding = tiny.tolerance(architecture)
-    slack = rounding if architecture.delta_net else 1e-6
-    every = [tiny.microbatch(each, seed=seed) for seed, each in enumerate(LENGTHS)]
-    mine = every[world.batch_rank :: world.batch_size]
-    for step in range(STEPS):
-        student.zero_grad()
-        outputs = run_forward_backward(student.model, mine, forward_step, world=world)
-        norm = student.finish_grads()
-        assert norm == pytest.approx(norms[step], rel=10 * rounding), (step, norm, norms)
-        if world.batch_size == 1 and world.is_last_stage:
-            assert sum(map(float, outputs)) == pytest.approx(losses[step], rel=rounding)
-        student.update(LR)
-    for factors in factors_of(chunks):
-        part, size = factors.group.rank(), factors.num_parts
-        for name, which, rows, own in factors.parts():
-            piece, cut = expected[name][which == "B"][rows], factors.cut_of(which)
-            wanted = piece if cut is None else piece.chunk(size, dim=cut)[part]
-            torch.testing.assert_close(own.detach(), wanted, rtol=rounding, atol=slack)
-    stop_world()
-
-
-def forward_step(
-    chunk: Module, batch: MicroBatch
-) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    def loss(hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
-        value = loss_of(hidden_TH, batch)
-        return value, value.detach()
-
-    return forward_hidden(chunk, batch), loss

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.slow
 
 LAYOUTS: dict[str, dict[str, Any]] = {  # data parallelism takes what is left of two or four ranks
     "dp": {},
+    "tp2": {"tensor": 2},
     "tp2_sp": {"tensor": 2, "sequence": True},
     "tp2_pp2": {"tensor": 2, "pipeline": 2},
     "tp2_sp_cp2": {"tensor": 2, "context": 2, "sequence": True},
@@ -102,6 +103,7 @@ HYBRID, HYBRID_EXPERTS, SHARED_EXPERT, WINDOWS = (
 ROLLOUT = {"prompts_per_step": 5, "samples_per_prompt": 1}  # unequal shares of ranks
 LORA = {"lora": {"rank": 4, "alpha": 8.0, "expert_rank": 2}}
 SOME = {"lora": {"rank": 4, "alpha": 8.0, "rslora": True, "matrices": ["q_proj", "v_proj"]}}
+STACKED = {"lora": LORA["lora"] | {"rslora": True, "matrices": ["v_proj", "gate_up_proj"]}}
 FAST = {"optimizer": {"lr": 1e-2, "warmup_steps": 0}}  # factors B begin at 0
 
 
@@ -183,13 +185,14 @@ CASES = {
     "latents": Case(4, LATENTS, ("cp2_ep2", "ep2_tp2")),
     "hybrid": Case(2, HYBRID, ("tp2_sp", "pp2_vpp2")),
     "hybrid_experts": Case(4, HYBRID_EXPERTS, ("ep4_tp2", "ep2_pp2")),
-    "dense_factors": Case(2, DENSE, ("pp2_vpp2", "cp2"), LORA, FAST),
+    "dense_factors": Case(2, DENSE, ("pp2_vpp2", "cp2", "tp2"), LORA, FAST),
     "moving_reference": Case(2, WINDOWS, ("tp2_sp", "cp2"), SOME, FAST | MOVING),
     "factors_of_experts": Case(2, AIR, ("ep2", "tp2_sp", "pp2_vpp2"), LORA, FAST),
     "factors_of_latents": Case(
         2, LATENTS | {"q_lora_rank": 6}, ("ep2", "tp2_sp"), LORA, FAST | PAIRS, shares=True
     ),
     "factors_of_windows": Case(2, WINDOWS, ("tp2_sp", "pp2_vpp2"), LORA, FAST | PAIRS, shares=True),
+    "factors_of_stacked_experts": Case(4, SINKS, ("ep2_tp2", "ep2_pp2"), STACKED, FAST),
     "factors_of_shared_expert": Case(4, SHARED_EXPERT, ("ep4_tp2", "ep2_pp2"), LORA, FAST),
     "ahead": Case(4, AIR, ("cp2_ep2",), sections=AHEAD),
     "teacher_of_experts": Case(
