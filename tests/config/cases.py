@@ -2,10 +2,18 @@
 
 from typing import Any
 
+import pytest
 from omegaconf import OmegaConf
 
 from stable_opd_mcore.config.load import parse_config
 from stable_opd_mcore.config.schema import Config
+from stable_opd_mcore.errors import ConfigError
+
+GOLDEN_ALL = (
+    "data.train.path=a data.train.columns.messages=m data.train.columns.answer=null "
+    "data.train.columns.golden=all"
+)
+SERVED = "teacher.engine=sglang teacher.urls=[http://a:1]"
 
 
 def run_with(**sections: Any) -> Config:
@@ -28,9 +36,11 @@ def run_of(settings: str) -> Config:
     return run_with(**sections)
 
 
-def remedied(settings: str, remedies: str) -> None:
-    """Raise if one of the remedies, with | between them, does not make the settings a run. The
+def refused_until(settings: str, message: str, remedies: str) -> None:
+    """Settings are refused, and each of the remedies, with | between them, makes them a run. The
     values of a remedy replace those of the settings; one with - before it is dropped."""
+    with pytest.raises(ConfigError, match=message):
+        run_of(settings)
     for remedy in remedies.split("|"):
         changes = [each.partition("=")[0].removeprefix("-") for each in remedy.split()]
         kept = [each for each in settings.split() if each.partition("=")[0] not in changes]

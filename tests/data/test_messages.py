@@ -122,27 +122,20 @@ def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configu
     assert tokenizer.decode(prompts[0].golden_token_ids) == "It is 4."
 
 
-HOSTILE = [
+HOSTILE = [  # more, with their remedies: test_remedies.py
     (None, "holds NoneType None; expected a list of messages"),
-    ("1+1?", "holds str '1+1?'; expected a list of messages"),
-    ([], "holds list []; expected a list"),
-    (["1+1?"], "message 0 is '1+1?'; write {role"),
     ([[ASK]], "message 0 is [{'role'"),
     (
         [{"role": "tool", "content": "x"}],
         "message 0: role 'tool' and no turn of the assistant before it; add",
     ),
-    ([ASK, TOOL], "message 1: role 'tool' and no turn of the assistant before it; add"),
     ([{"content": "x"}], "message 0: role None"),
     ([{"role": ["user"], "content": "x"}], "message 0: role ['user']"),
-    ([ASK, SYSTEM], "message 1: role 'system' after another message; expected it only as"),
     ([{"role": "user"}], "message 0: column 'content' (message) is empty"),
-    ([{"role": "user", "content": " "}], "column 'content' (message) is empty"),
     (
         [{"role": "user", "content": [{"type": "text"}]}],
         "message 0: content has a part {'type': 'text'}; only parts of text are read",
     ),
-    ([{"role": "user", "content": {"a": 1}}], "message 0: content holds dict, not text"),
     ([{"role": "user", "content": True}], "message 0: content holds bool, not text"),
     ([{"from": "human", "value": ""}], "message 0: column 'content' (message) is empty"),
     ([ASK, {"from": "function_call", "value": "add(1)"}], "message 1: tool call {'type': 'fun"),
@@ -152,7 +145,6 @@ HOSTILE = [
     ([ASK, {**TWO, "tool_calls": "add"}], "message 1: tool call 'add'; write {function: {na"),
     ([ASK, {**TWO, "tool_calls": [call_of("[1]")]}], "message 1: tool call {'function'"),
     ([ASK, {**TWO, "tool_calls": [call_of("{")]}], "the arguments as an object or its JSON"),
-    ([ASK, CALLS, reply_to("b"), reply_to("a"), TWO], "message 3: its call 'a' has a reply"),
     ([ASK, CALLS, reply_to("a"), reply_to("a"), TWO], "message 3: its call 'a' has a reply"),
     ([TWO], "no user turn to answer"),
     ([SYSTEM], "no user turn to answer"),
@@ -168,10 +160,7 @@ def test_hostile_conversations_are_refused_with_file_row_and_key(tmp_path):
 
 
 UNANSWERING = [
-    ([ASK, TWO, MORE], "the last turn is of the user; columns.golden=all expects one of the"),
-    ([ASK, TWO, FOUR], "messages 1 and 2 are two turns of the assistant in a row; expected"),
     ([ASK, TWO, FOUR, MORE, FOUR], "messages 1 and 2 are two turns of the assistant"),
-    ([TWO, MORE, FOUR], "no user turn to answer before message 0"),
     ([SYSTEM, TWO, MORE, FOUR], "no user turn to answer before message 1"),
 ]  # messages, message
 

@@ -243,9 +243,6 @@ GOOD = json.dumps(RECORDS[0])
 BAD_ROWS = [
     ([GOOD, '{"problem": "cut'], r"bad\.jsonl:2: not valid JSON"),
     ([GOOD, "", "[1, 2]"], r"bad\.jsonl:3: a JSON list, not an object"),
-    (['{"question": "x", "answer": "1"}'], r":1: no column 'problem'.*it has question, answer"),
-    (['{"problem": "x", "solution": "y"}'], r":1: no column 'answer'.*or to null"),
-    (['{"problem": "x", "answer": " "}'], r":1: column 'answer' \(answer\) is empty"),
     (['{"problem": "x", "answer": null}'], r":1: column 'answer' \(answer\) is empty"),
     (['{"problem": "x", "answer": []}'], r":1: column 'answer' \(answer\) is empty"),
     (['{"problem": "", "answer": "1"}'], r":1: column 'problem' \(problem\) is empty"),
@@ -254,14 +251,11 @@ BAD_ROWS = [
     (['{"problem": "x", "answer": true}'], r"column 'answer' \(answer\) holds bool"),
     (['{"problem": "x", "answer": false}'], r"column 'answer' \(answer\) holds bool"),
     (['{"problem": "x", "answer": NaN}'], r":1: column 'answer' \(answer\) is nan"),
-    (['{"problem": "x", "answer": "NaN"}'], r":1: column 'answer' \(answer\) is NaN"),
     (['{"problem": "x", "answer": -Infinity}'], r":1: column 'answer' \(answer\) is -inf"),
     (['{"problem": "x", "answer": [1, 1e999]}'], r":1: column 'answer' \(answer\) is inf"),
-    (['{"problem": "\\ud83d", "answer": "1"}'], r"'problem' \(problem\) has a lone surrogate"),
     (["[" * 100_000], r"bad\.jsonl:1: not valid JSON: maximum recursion"),
     (["\x00\x01\x7fELF"], r"bad\.jsonl:1: not valid JSON"),
     (['{"problem": "x", "answer": "1", "solution": 2}'], None),
-    ([], r"bad\.jsonl: no rows in it"),
 ]  # lines, message
 
 

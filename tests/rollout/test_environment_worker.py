@@ -45,11 +45,8 @@ def evaluated_pool(tmp_path_factory):
 @pytest.mark.parametrize(
     ("values", "reason", "instead"),
     [
-        (
-            ["None"],
-            r"returned None; expected its reward, a finite number, or .*: end it with",
-            ["1"],
-        ),
+        (["None"], r"returned None; expected its reward, a finite number, or .*: end it with",
+         ["1"]),
         (["float('nan')"], r"returned nan \(float\)", ["float(3)"]),
         (["(1, 2)"], r"returned \(1, 2\) \(tuple\)", ["(1, {'a': 2})"]),
         (["(1, {'a b': 1})"], r"the metric 'a b' \(str\): 1 ", ["(1, {'a_b': 1})"]),
@@ -58,82 +55,39 @@ def evaluated_pool(tmp_path_factory):
         (["'a'", "None", "1"], "yielded None; expected a text", ["'a'", "'b'", "1"]),
         (["3", "1"], r"yielded 3 \(int\); expected a text .* or, first, None or", ["'3'", "1"]),
         (["b'a'", "1"], r"yielded b'a' \(bytes\)", ["b'a'.decode()", "1"]),
-        (
-            ["[]", "1"],
-            "yielded no messages; expected at least one",
-            ["[{'role': 'user', 'content': ''}]", "1"],
-        ),
+        (["[]", "1"], "yielded no messages; expected at least one",
+         ["[{'role': 'user', 'content': ''}]", "1"]),
         (["{'restart': []}", "1"], "yielded no messages", ["{'restart': 'a'}", "1"]),
-        (
-            ["{'restart': 'a', 'x': 1}", "1"],
-            r"yielded \{'restart': 'a', 'x': 1\} \(dict\)",
-            ["{'restart': 'a'}", "1"],
-        ),
-        (
-            ["['a']", "1"],
-            r"the message 'a' \(str\); expected \{\"role\"",
-            ["[{'role': 'user', 'content': 'a'}]", "1"],
-        ),
-        (
-            ["[{'role': 'user'}]", "1"],
-            r"the message \{'role': 'user'\} \(dict\)",
-            ["[{'role': 'user', 'content': ''}]", "1"],
-        ),
-        (
-            ["[{'role': 'user', 'content': 3}]", "1"],
-            "the message {'role': 'user', 'content': 3}",
-            ["[{'role': 'user', 'content': '3'}]", "1"],
-        ),
-        (
-            ["[{'role': 'user', 'content': '', 'name': ''}]", "1"],
-            "the message .*'name'",
-            ["[{'role': 'tool', 'content': '', 'name': ''}]", "1"],
-        ),
-        (
-            ["'a'", "[{'role': 'system', 'content': ''}]", "1"],
-            r"role 'system' \(str\); expected user or t",
-            ["'a'", "[{'role': 'user', 'content': ''}]", "1"],
-        ),
-        (
-            ["[{'role': r, 'content': ''} for r in ('user', 'system')]", "1"],
-            "a system message after another; put it first",
-            ["[{'role': r, 'content': ''} for r in ('system', 'user')]", "1"],
-        ),
-        (
-            ["'a'", "{'messages': 'a', 'tools': []}", "1"],
-            r"yielded \{'messages': 'a', 'tools'",
-            ["{'messages': 'a', 'tools': []}", "1"],
-        ),
-        (
-            ["{'messages': 'a', 'tools': [3]}", "1"],
-            "yielded the tools .*; expected a list of sch",
-            ["{'messages': 'a', 'tools': [{'type': 'function', 'function': {'name': 'f'}}]}", "1"],
-        ),
-        (
-            ["[{'role': 'user', 'content': [{'type': 'image_url', 'image_url': 'x'}]}]", "1"],
-            "parts of text",
-            ["[{'role': 'user', 'content': [{'type': 'text', 'text': 'x'}]}]", "1"],
-        ),
-        (
-            ["[{'role': [], 'content': ''}]", "1"],
-            r"role \[\] \(list\); expected system or user",
-            ["[{'role': 'user', 'content': ''}]", "1"],
-        ),
-        (
-            ["{'restart': [{'role': 'x', 'content': ''}]}", "1"],
-            "expected system or user or assis",
-            [
-                "{'restart': [{'role': r, 'content': ''} for r in ('assistant', 'user')]}",
-                "1",
-            ],
-        ),
-        (
-            ["['a' * 9**6] and [{'role': 'user', 'content': 'a' * 10**6}] * 40", "1"],
-            "40 messages with",
-            ["[{'role': 'user', 'content': 'a'}] * 40", "1"],
-        ),
+        (["{'restart': 'a', 'x': 1}", "1"], r"yielded \{'restart': 'a', 'x': 1\} \(dict\)",
+         ["{'restart': 'a'}", "1"]),
+        (["['a']", "1"], r"the message 'a' \(str\); expected \{\"role\"",
+         ["[{'role': 'user', 'content': 'a'}]", "1"]),
+        (["[{'role': 'user'}]", "1"], r"the message \{'role': 'user'\} \(dict\)",
+         ["[{'role': 'user', 'content': ''}]", "1"]),
+        (["[{'role': 'user', 'content': 3}]", "1"], "the message {'role': 'user', 'content': 3}",
+         ["[{'role': 'user', 'content': '3'}]", "1"]),
+        (["[{'role': 'user', 'content': '', 'name': ''}]", "1"], "the message .*'name'",
+         ["[{'role': 'tool', 'content': '', 'name': ''}]", "1"]),
+        (["'a'", "[{'role': 'system', 'content': ''}]", "1"],
+         r"role 'system' \(str\); expected user or t",
+         ["'a'", "[{'role': 'user', 'content': ''}]", "1"]),
+        (["[{'role': r, 'content': ''} for r in ('user', 'system')]", "1"],
+         "a system message after another; put it first",
+         ["[{'role': r, 'content': ''} for r in ('system', 'user')]", "1"]),
+        (["'a'", "{'messages': 'a', 'tools': []}", "1"], r"yielded \{'messages': 'a', 'tools'",
+         ["{'messages': 'a', 'tools': []}", "1"]),
+        (["{'messages': 'a', 'tools': [3]}", "1"], "yielded the tools .*; expected a list of sch",
+         ["{'messages': 'a', 'tools': [{'type': 'function', 'function': {'name': 'f'}}]}", "1"]),
+        (["[{'role': 'user', 'content': [{'type': 'image_url', 'image_url': 'x'}]}]", "1"],
+         "parts of text", ["[{'role': 'user', 'content': [{'type': 'text', 'text': 'x'}]}]", "1"]),
+        (["[{'role': [], 'content': ''}]", "1"], r"role \[\] \(list\); expected system or user",
+         ["[{'role': 'user', 'content': ''}]", "1"]),
+        (["{'restart': [{'role': 'x', 'content': ''}]}", "1"], "expected system or user or assis",
+         ["{'restart': [{'role': r, 'content': ''} for r in ('assistant', 'user')]}", "1"]),
+        (["['a' * 9**6] and [{'role': 'user', 'content': 'a' * 10**6}] * 40", "1"],
+         "40 messages with", ["[{'role': 'user', 'content': 'a'}] * 40", "1"]),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_observation_and_no_reward_is_invalid(evaluated_pool, values, reason, instead):
     """`instead` has what the reason asks for."""
 

@@ -33,42 +33,21 @@ def inputs_of(tmp_path, train, held_out=None, **sections):
 
 LONG = {"problem": "1+1" + "+1" * 60, "answer": "2", "solution": "[2]", "id": "long"}
 CASES = {  # check, training rows, held-out rows, sections -> words of the title, the values
-    "dropped rows": (
-        data_rows.usable_rows,
-        [*rows(), LONG],
-        None,
-        {"data": {"overlong": "drop"}},
-        ("1 rows of data.train do not fit the student's window", "9", "128"),
-    ),
-    "long golden solutions": (
-        data_rows.golden_lengths,
-        [*rows(7), {**rows()[7], "solution": "1+1=2;" * 5 + "[2]"}],
-        None,
-        {},
-        ("1 of 8 golden solutions are longer than a response may be", "34 tokens", "24"),
-    ),
-    "a problem twice": (
-        data_rows.repeated_problems,
-        [*rows(), {**rows()[2], "problem": " 1+2\n", "id": "9"}],
-        None,
-        {},
-        ("1 problems of data.train occur more than once", "'1+2'", "2"),
-    ),
-    "a held-out problem that is trained on": (
-        data_rows.repeated_problems,
-        rows(),
-        [{"problem": "1+3", "answer": "4"}, {"problem": "9-9", "answer": "0"}],
-        {},
-        ("1 problems of data.eval are also in data.train", "'1+3'", "2 rows"),
-    ),
-    "a held-out problem twice": (
-        data_rows.repeated_held_out,
-        rows(),
-        [{"problem": "9-9", "answer": "0"}] * 3 + [{"problem": "9-9", "answer": "1"}],
-        {},
-        ("2 rows of data.eval repeat a problem", "4 rows", "2 problems"),
-    ),
-}
+    "dropped rows": (data_rows.usable_rows, [*rows(), LONG], None, {"data": {"overlong": "drop"}},
+     ("1 rows of data.train do not fit the student's window", "9", "128")),
+    "long golden solutions": (data_rows.golden_lengths,
+     [*rows(7), {**rows()[7], "solution": "1+1=2;" * 5 + "[2]"}], None, {},
+     ("1 of 8 golden solutions are longer than a response may be", "34 tokens", "24")),
+    "a problem twice": (data_rows.repeated_problems,
+     [*rows(), {**rows()[2], "problem": " 1+2\n", "id": "9"}], None, {},
+     ("1 problems of data.train occur more than once", "'1+2'", "2")),
+    "a held-out problem that is trained on": (data_rows.repeated_problems, rows(),
+     [{"problem": "1+3", "answer": "4"}, {"problem": "9-9", "answer": "0"}], {},
+     ("1 problems of data.eval are also in data.train", "'1+3'", "2 rows")),
+    "a held-out problem twice": (data_rows.repeated_held_out, rows(),
+     [{"problem": "9-9", "answer": "0"}] * 3 + [{"problem": "9-9", "answer": "1"}], {},
+     ("2 rows of data.eval repeat a problem", "4 rows", "2 problems")),
+}  # fmt: skip
 
 
 def test_the_facts_are_rows_and_lengths_and_what_is_cut(tmp_path):

@@ -63,35 +63,20 @@ def test_a_healthy_node_has_no_fault(faults):
     ("changes", "kind", "words"),
     [
         ({"num_gpus": 0, "no_gpu_reason": "Error 802"}, "gpu unusable", ["nvidia-fabricmanager"]),
-        (
-            {"import_error": "the process failed: libcudart.so.13: cannot open"},
-            "servers' imports",
-            ["libcudart.so.13: cannot open; install", "docs/cluster.md"],
-        ),
-        (
-            {"import_error": "OSError: libcuda.so.1: cannot open shared object file"},
-            "servers' imports",
-            ["the driver's library is not where the loader looks: run ldconfig"],
-        ),
-        (
-            {"import_error": f"{TOO_SLOW} torch took 300 s"},
-            "servers' imports",
-            ["torch took 300 s; start it again"],
-        ),
-        (
-            {"import_error": "ModuleNotFoundError: No module named 'sgl_kernel'"},
-            "servers' imports",
-            ["No module named 'sgl_kernel'; install its environment again"],
-        ),
-        (
-            {"foreign": ["/opt/cudnn/lib/libcudnn.so.9"]},
-            "servers' libraries",
-            ["loads /opt/cudnn/lib/libcudnn.so.9 and has its own", "LD_LIBRARY_PATH=/opt/cudnn"],
-        ),
+        ({"import_error": "the process failed: libcudart.so.13: cannot open"}, "servers' imports",
+         ["libcudart.so.13: cannot open; install", "docs/cluster.md"]),
+        ({"import_error": "OSError: libcuda.so.1: cannot open shared object file"},
+         "servers' imports", ["the driver's library is not where the loader looks: run ldconfig"]),
+        ({"import_error": f"{TOO_SLOW} torch took 300 s"}, "servers' imports",
+         ["torch took 300 s; start it again"]),
+        ({"import_error": "ModuleNotFoundError: No module named 'sgl_kernel'"}, "servers' imports",
+         ["No module named 'sgl_kernel'; install its environment again"]),
+        ({"foreign": ["/opt/cudnn/lib/libcudnn.so.9"]}, "servers' libraries",
+         ["loads /opt/cudnn/lib/libcudnn.so.9 and has its own", "LD_LIBRARY_PATH=/opt/cudnn"]),
         ({"has_python_header": False}, "servers' Python.h", ["install python3.12-dev (apt)"]),
         ({"glibc": "2.28"}, "servers' glibc", ["glibc 2.28", "need 2.34", "CONTAINER_IMAGE"]),
     ],
-)
+)  # fmt: skip
 def test_a_fault_of_an_environment_is_named(changes, kind, words, faults, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cudnn/lib")
     (found,) = faults(replace(HEALTHY, **changes)).items()
@@ -109,20 +94,14 @@ def test_a_fault_of_an_environment_is_named(changes, kind, words, faults, monkey
         ("cuda/bin/nvcc", None, "servers' compiler", ["nvcc in ", "set CUDA_HOME"]),
         ("cuda/lib64/libcudart.so", None, "servers' compiler", ["libcudart.so in "]),
         ("ninja", None, "servers' compiler", ["-m pip install ninja"]),
-        (
-            "cuda/bin/nvcc",
-            NVCC.format("12.8", "12.8"),
-            "servers' toolkit",
-            ["is 12.8, and torch is built for CUDA 13.0", "set CUDA_HOME to it"],
-        ),
-        (
-            "cuda/bin/nvcc",
-            "[ $1 = --version ] || { echo '#error -- unsupported GNU version!'; exit 1; }",
-            "servers' kernels",
-            ["(#error -- unsupported GNU version!)", "a g++ that it takes first in PATH"],
-        ),
+        ("cuda/bin/nvcc", NVCC.format("12.8", "12.8"), "servers' toolkit",
+         ["is 12.8, and torch is built for CUDA 13.0", "set CUDA_HOME to it"]),
+        ("cuda/bin/nvcc",
+         "[ $1 = --version ] || { echo '#error -- unsupported GNU version!'; exit 1; }",
+         "servers' kernels",
+         ["(#error -- unsupported GNU version!)", "a g++ that it takes first in PATH"]),
     ],
-)
+)  # fmt: skip
 def test_what_servers_compile_with_is_there_or_named(
     broken, script, kind, words, faults, tmp_path, monkeypatch
 ):

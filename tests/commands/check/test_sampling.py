@@ -21,51 +21,25 @@ def long_student(**fields):
 
 LONG = {"max_new_tokens": 8192}
 CASES = {  # check, sections -> severity and the two values
-    "the student's window": (
-        sampling.student_window,
-        {"sampling": {"max_new_tokens": 128}},
-        ("error", "128 (rope_theta 10000)", "128"),
-    ),
-    "the teacher's window": (
-        sampling.teacher_window,
-        {"sampling": {"max_new_tokens": 126}},
-        ("error", "128", "130"),
-    ),
-    "a raised window": (
-        sampling.rotary_base,
-        {"student": long_student(), "sampling": LONG},
-        ("warning", "16384 (rope_theta 10000)", "8192"),
-    ),
-    "a nucleus": (
-        sampling.nucleus,
-        {"sampling": {"top_p": 0.9}},
-        ("warning", "0.9", "the full softmax, top_p 1"),
-    ),
-    "a learning rate of full training with low-rank factors": (
-        sampling.slow_factors,
-        {"student": {"lora": {}}, "optimizer": {"lr": 1e-6}},
-        ("warning", "1e-06", "3e-05 or more, ten times the rate of a full training"),
-    ),
-    "factors that are rounded as they are published": (
-        sampling.rounded_factors,
-        {
-            "student": {"lora": {"rank": 8}},
-            "rollout": {"engine": "sglang", "sglang": {"lora": "merged"}},
-            "train": {"precision": "bf16"},
-            "fault": {"watchdog_minutes": None},
-        },
-        ("note", "rank 8", "bf16"),
-    ),
-    "groups of several weights": (
-        sampling.mixed_groups,
-        {
-            "rollout": {"max_staleness": 1, "partial": True, "samples_per_prompt": 4},
-            "objective": {"name": "grpo"},
-            **ALONE,
-        },
-        ("warning", "true", "4"),
-    ),
-}
+    "the student's window": (sampling.student_window, {"sampling": {"max_new_tokens": 128}},
+     ("error", "128 (rope_theta 10000)", "128")),
+    "the teacher's window": (sampling.teacher_window, {"sampling": {"max_new_tokens": 126}},
+     ("error", "128", "130")),
+    "a raised window": (sampling.rotary_base, {"student": long_student(), "sampling": LONG},
+     ("warning", "16384 (rope_theta 10000)", "8192")),
+    "a nucleus": (sampling.nucleus, {"sampling": {"top_p": 0.9}},
+     ("warning", "0.9", "the full softmax, top_p 1")),
+    "a learning rate of full training with low-rank factors": (sampling.slow_factors,
+     {"student": {"lora": {}}, "optimizer": {"lr": 1e-6}},
+     ("warning", "1e-06", "3e-05 or more, ten times the rate of a full training")),
+    "factors that are rounded as they are published": (sampling.rounded_factors,
+     {"student": {"lora": {"rank": 8}}, "rollout": {"engine": "sglang",
+      "sglang": {"lora": "merged"}}, "train": {"precision": "bf16"},
+      "fault": {"watchdog_minutes": None}}, ("note", "rank 8", "bf16")),
+    "groups of several weights": (sampling.mixed_groups,
+     {"rollout": {"max_staleness": 1, "partial": True, "samples_per_prompt": 4},
+      "objective": {"name": "grpo"}, **ALONE}, ("warning", "true", "4")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,37 +6,20 @@ from tests.commands.check.directories import TEMPLATE, findings, the
 
 BOS_FIRST = "{{ bos_token }}" + TEMPLATE
 CASES = {  # student's and teacher's mutation -> severity, words of the title, both values
-    "a mark of a turn": (
-        {},
-        {"rename": {"<|im_start|>": "<user>"}},
-        ("warning", "id 257 means different tokens", "'<|im_start|>'", "'<user>'"),
-    ),
-    "the student's stop token": (
-        {},
-        {"rename": {"<|endoftext|>": "<eos>"}},
-        ("warning", "id 256 means different tokens", "'<|endoftext|>'", "'<eos>'"),
-    ),
-    "a mark of a thought": (
-        {},
-        {"rename": {"<|box_start|>": "<think>"}},
-        ("warning", "id 259 means different tokens", "'<|box_start|>'", "'<think>'"),
-    ),
-    "a token in no template": (
-        {},
-        {"rename": {"<|box_start|>": "<|quad|>"}},
-        ("note", "id 259 means different tokens", "'<|box_start|>'", "'<|quad|>'"),
-    ),
-    "BOS in the teacher's prompts": (
-        {},
-        {"template": BOS_FIRST, "bos": "<s>"},
-        ("warning", "prompts begin with different tokens", "none", "260 '<s>'"),
-    ),
-    "BOS that the student's template lacks": (
-        {"bos": "<s>", "add_bos": True},
-        {"bos": "<s>", "add_bos": True},
-        ("warning", "prompts lack the BOS", "260 '<s>'", "257 '<|im_start|>'"),
-    ),
-}
+    "a mark of a turn": ({}, {"rename": {"<|im_start|>": "<user>"}},
+     ("warning", "id 257 means different tokens", "'<|im_start|>'", "'<user>'")),
+    "the student's stop token": ({}, {"rename": {"<|endoftext|>": "<eos>"}},
+     ("warning", "id 256 means different tokens", "'<|endoftext|>'", "'<eos>'")),
+    "a mark of a thought": ({}, {"rename": {"<|box_start|>": "<think>"}},
+     ("warning", "id 259 means different tokens", "'<|box_start|>'", "'<think>'")),
+    "a token in no template": ({}, {"rename": {"<|box_start|>": "<|quad|>"}},
+     ("note", "id 259 means different tokens", "'<|box_start|>'", "'<|quad|>'")),
+    "BOS in the teacher's prompts": ({}, {"template": BOS_FIRST, "bos": "<s>"},
+     ("warning", "prompts begin with different tokens", "none", "260 '<s>'")),
+    "BOS that the student's template lacks": ({"bos": "<s>", "add_bos": True},
+     {"bos": "<s>", "add_bos": True},
+     ("warning", "prompts lack the BOS", "260 '<s>'", "257 '<|im_start|>'")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -45,36 +45,16 @@ def test_a_sliding_window_that_a_llama_does_not_have_is_named() -> None:
 
 PUBLISHED_ROTARY = {
     "Qwen3": ("qwen3", {"rope_theta": 1e6, "rope_scaling": None}, None),
-    "Qwen's YaRN": (
-        "qwen3",
-        {
-            "rope_theta": 1e6,
-            "rope_scaling": {
-                "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
-                "attention_factor": None,
-            },
-        },
-        "yarn",
-    ),
-    "Llama 3.1": (
-        "llama",
-        {
-            "rope_theta": 500000.0,
-            "rope_scaling": {
-                "rope_type": "llama3", "type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-            },
-        },
-        "llama3",
-    ),
-    "Qwen2.5-VL, as saved": (
-        "qwen2",
-        {
-            "rope_theta": 1e6,
-            "rope_scaling": {"rope_type": "default", "type": "mrope", "mrope_section": [2, 1, 1]},
-        },
-        None,
-    ),
+    "Qwen's YaRN": ("qwen3",
+     {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0,
+      "original_max_position_embeddings": 32768, "attention_factor": None}}, "yarn"),
+    "Llama 3.1": ("llama",
+     {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "type": "llama3",
+      "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 8192}}, "llama3"),
+    "Qwen2.5-VL, as saved": ("qwen2",
+     {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default", "type": "mrope",
+      "mrope_section": [2, 1, 1]}}, None),
     "linear": ("llama", {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4}},
                "linear"),
 }  # fmt: skip
@@ -94,15 +74,13 @@ UNREAD = [
     (YARN | {"ext_factor": 0}, {"ext_factor": 0}),
     (YARN | {"mscale": 1.0}, {"mscale": 1.0}),
     (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, {}),
-    (
-        YARN | {"mscale": 1, "mscale_all_dim": 1, "attention_factor": 1.1},
-        {"mscale": 1, "mscale_all_dim": 1},
-    ),
+    (YARN | {"mscale": 1, "mscale_all_dim": 1, "attention_factor": 1.1},
+     {"mscale": 1, "mscale_all_dim": 1}),
     # DeepSeek-R1-0528-Qwen3-8B's, and what makes it the same model to transformers
     (YARN | {"attn_factor": 0.8782488562869419, "attention_factor": 1.0}, {}),
     ({"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
     ({"partial_rotary_factor": 1.0}, {}),
-]  # rotary, found
+]  # rotary, found  # fmt: skip
 
 
 def test_keys_that_a_rope_type_does_not_read_are_named() -> None:

@@ -66,47 +66,21 @@ MERGED = [  # family, tensors, settings; the remedy; tensors, settings and model
     ("qwen3", {f"{Q}.lora_B.weight": (32, 4)}, {}, COPY, (GOOD, {}, {})),
     ("qwen3", GOOD, {"r": "x"}, COPY, (GOOD, {}, {})),
     ("qwen3", GOOD, {"r": "absent", "peft_type": "absent"}, IN_PEFTS, (GOOD, {}, {})),
-    (
-        "qwen3",
-        pair("model.unembed_tokens", 9, 9),
-        {},
-        IN_PEFTS,
-        (pair("lm_head", 53, 32), {}, {}),
-    ),
+    ("qwen3", pair("model.unembed_tokens", 9, 9), {}, IN_PEFTS, (pair("lm_head", 53, 32), {}, {})),
     ("qwen3", GOOD, {"rank_pattern": {"q": "x"}}, COPY, (GOOD, {}, {})),
     ("qwen3", pair(Q, 32, 32, 6), {}, "copy both files again", (GOOD, {}, {})),
     ("qwen3", TOKENS, {}, "copy both again", (TOKENS, {"trainable_token_indices": [7, 3]}, {})),
     ("qwen3_moe", STACK, {}, "copy both files again", (STACK, TARGETS, {})),
-    (
-        "qwen3",
-        {**HEAD, "model.lm_head.weight": (53, 32)},
-        {},
-        "save one adapter by itself with PEFT",
-        (HEAD, {}, {}),
-    ),
-    (
-        "qwen3",
-        {**GOOD, "score.weight": (2, 32)},
-        {"modules_to_save": ["score"]},
-        "remove it from the file and from modules_to_save",
-        (GOOD, {"modules_to_save": None}, {}),
-    ),
+    ("qwen3", {**HEAD, "model.lm_head.weight": (53, 32)}, {},
+     "save one adapter by itself with PEFT", (HEAD, {}, {})),
+    ("qwen3", {**GOOD, "score.weight": (2, 32)}, {"modules_to_save": ["score"]},
+     "remove it from the file and from modules_to_save", (GOOD, {"modules_to_save": None}, {})),
     ("qwen3", {**GOOD, "v_head.summary.bias": (1,)}, {}, "remove it from the", (GOOD, {}, {})),
-    (
-        "qwen3",
-        pair("model.layers.9.mlp.up_proj", 48, 32),
-        {},
-        BASE,
-        (pair("model.layers.9.mlp.up_proj", 48, 32), {}, {"num_hidden_layers": 10}),
-    ),
+    ("qwen3", pair("model.layers.9.mlp.up_proj", 48, 32), {}, BASE,
+     (pair("model.layers.9.mlp.up_proj", 48, 32), {}, {"num_hidden_layers": 10})),
     ("qwen3", pair(Q, 32, 16), {}, BASE, (pair(Q, 32, 16), {}, {"hidden_size": 16})),
-    (
-        "qwen3",
-        {"lm_head.weight": (53, 16)},
-        {},
-        BASE,
-        ({"lm_head.weight": (53, 16)}, {}, {"hidden_size": 16}),
-    ),
+    ("qwen3", {"lm_head.weight": (53, 16)}, {}, BASE,
+     ({"lm_head.weight": (53, 16)}, {}, {"hidden_size": 16})),
     *(
         ("qwen3", tensors, {}, r"resize_token_embeddings\(60\), save .*, and " + BASE, then)
         for tensors, then in [
@@ -121,16 +95,11 @@ MERGED = [  # family, tensors, settings; the remedy; tensors, settings and model
             ),
         ]
     ),
-    (
-        "qwen2",
-        HEAD,
-        {},
-        r"into a model whose config\.json says false, and give that",
-        (HEAD, {}, {"tie_word_embeddings": False}),
-    ),
+    ("qwen2", HEAD, {}, r"into a model whose config\.json says false, and give that",
+     (HEAD, {}, {"tie_word_embeddings": False})),
     ("qwen3", GOOD, {"peft_type": "PREFIX_TUNING"}, LORA, (GOOD, {}, {})),
     ("qwen3", GOOD, {"alora_invocation_tokens": [1]}, LORA, (GOOD, {}, {})),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "tensors", "settings", "words", "then"), MERGED)
