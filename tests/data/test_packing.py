@@ -296,6 +296,7 @@ def packed(lengths: list[int], **options) -> list[list[int]]:
 def test_micro_batches_are_balanced_by_attention_and_filling_tokens():
     assert costs(np.array([5, 8]), 10.0).tolist() == [7.5, 14.4]
     assert costs(np.array([5, 8]), 10.0, 4).tolist() == [14.4, 14.4]
+    assert costs(np.array([8]), 10.0, 1, np.array([3])).tolist() == [10.5]
     assert packed([8, 4, 4, 4, 4]) == [[0, 3], [1, 2, 4]]
     assert packed([8, 4, 4, 4, 4], attention_length=1) == [[0], [1, 2, 3, 4]]
     assert packed([2, 11, 4, 6]) == [[1], [0, 2, 3]]

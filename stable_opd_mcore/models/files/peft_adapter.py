@@ -44,6 +44,7 @@ _WHOLE = re.compile(r"\.(?:base_layer|modules_to_save(?:\.\w+(?=\.))?)(?=\.)")
 _STACK = re.compile(r"(.+\.experts)((?:\.base_layer)*)")
 _OF_TINKER = re.compile(r"\.unembed_tokens\.|\.experts\.w[123]\.")
 _EMBEDDING = "embed_tokens.weight"
+_PEFTS = "base_model.model."  # before a module's name, which PEFT's patterns match
 # The parameters of a module of stacked experts, in the order in which PEFT wraps them
 _STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
@@ -191,15 +192,16 @@ class PeftAdapter:
                 "adapter with PEFT (merge_and_unload), and give the merged model"
             )
         rank = self._shape(a)[1 if of_embedding else 0]
-        pair = AdapterPair(a, b, 0.0, rank, is_transposed=of_embedding, magnitude=magnitude)
-        inside = _inside(module)
+        inside = module.removeprefix(_PEFTS)
         key = f"{inside}.weight" if self._is_target(f"{inside}.weight") else inside
-        self.pairs[weight] = replace(pair, scale=self._scale(key, pair))
+        scale = self._scale(key, a, rank)
+        pair = AdapterPair(a, b, scale, rank, is_transposed=of_embedding, magnitude=magnitude)
         if (shape := self._shapes.get(weight)) is not None:
-            self._require_shapes(weight, self.pairs[weight], *shape)
+            self._require_shapes(weight, pair, *shape)
+        self.pairs[weight] = pair
         if bias := parts.get("bias"):
             self._require_place(f"{path}.bias", bias)
-            self._biases[f"{path}.bias"] = bias, self.pairs[weight].scale
+            self._biases[f"{path}.bias"] = bias, scale
 
     def _factors_of(self, parts: dict[str, str], a: str, b: str) -> tuple[str, str]:
         """The names of a pair's tensors."""
@@ -213,17 +215,18 @@ class PeftAdapter:
 
     def _place_stack(self, module: str, experts: str, depth: int, parts: dict[str, str]) -> None:
         """Note the pairs of a stack. The outermost wrapper, of depth 0, has the last stack."""
-        inside = _inside(module.removesuffix(".base_layer" * depth))
+        inside = module.removeprefix(_PEFTS).removesuffix(".base_layer" * depth)
         wrapped = [kind for kind in _STACKS if self._is_target(f"{inside}.{kind}")]
-        stack = f"{experts}.{wrapped[-1 - depth]}" if depth < len(wrapped) else ""
         some = next(iter(parts.values()))
-        if not stack:
+        if depth >= len(wrapped):
             raise UserError(
                 f"{self.file}: {some} changes stack {depth + 1} of these experts, and "
                 f"target_parameters={sorted(self._targets)} of {CONFIG} names {len(wrapped)}; copy "
                 "both files again"
             )
-        if stack.endswith("_bias") or parts.keys() - {"lora_A", "lora_B"}:
+        kind = wrapped[-1 - depth]
+        stack = f"{experts}.{kind}"
+        if kind.endswith("_bias") or parts.keys() - {"lora_A", "lora_B"}:
             raise UserError(
                 f"{self.file}: {some}: only pairs of factors of the weights of experts are merged "
                 "here; merge the adapter with PEFT (merge_and_unload), and give the merged model"
@@ -234,10 +237,10 @@ class PeftAdapter:
         number = len({found.expert for found in places.values()})
         rows = sum(self._shapes[short][0] for short in places) // number
         inputs = next(self._shapes[short][1] for short in places)
-        pair = AdapterPair(a, b, 0.0, self._shape(a)[0] // number, experts=number)
-        if self._shape(a)[1:] == (rows,) != (inputs,):  # as PEFT stacked them before
-            pair = replace(pair, is_transposed=True)
-        pair = replace(pair, scale=self._scale(f"{inside}.{wrapped[-1 - depth]}", pair))
+        is_old = self._shape(a)[1:] == (rows,) != (inputs,)  # as PEFT stacked them before
+        rank = self._shape(a)[0] // number
+        scale = self._scale(f"{inside}.{kind}", a, rank)
+        pair = AdapterPair(a, b, scale, rank, experts=number, is_transposed=is_old)
         self._require_shapes(stack, pair, rows, inputs)
         for short, found in places.items():
             self.pairs[short] = replace(pair, expert=found.expert, rows=found.rows)
@@ -306,14 +309,15 @@ class PeftAdapter:
             f"{self.file}: tensor {name} has shape {found}, expected {wanted}; {remedy}"
         )
 
-    def _scale(self, key: str, pair: AdapterPair) -> float:
-        """PEFT's scale of a module's product, by rank_pattern and alpha_pattern."""
+    def _scale(self, key: str, a: str, found: int) -> float:
+        """PEFT's scale of a module's product, by rank_pattern and alpha_pattern. `found` is the
+        rank of its tensor a."""
         settings = self._settings
         rank = _by_pattern(settings.get("rank_pattern"), key, settings["r"])
-        if rank != pair.rank:
+        if rank != found:
             raise UserError(
-                f"{self._config_file}: r={rank} for {key}, but {pair.a} in {self.file.name} has "
-                f"rank {pair.rank}; copy both files again"
+                f"{self._config_file}: r={rank} for {key}, but {a} in {self.file.name} has rank "
+                f"{found}; copy both files again"
             )
         alpha = _by_pattern(settings.get("alpha_pattern"), key, settings["lora_alpha"])
         return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
@@ -366,27 +370,21 @@ class PeftAdapter:
             return None
         return self._places[stack][short].of(self._read(self._whole[stack]))
 
-    def changes_carried(self) -> bool:
-        """Whether the adapter changes other parts of the model than its decoder."""
-        return bool(self._changed_carried())
-
-    def _changed_carried(self) -> list[str]:
-        return [*filter(self._is_carried, (*self.pairs, *self._whole, *self._biases))]
-
-    def require_carried(self, names: Collection[str]) -> None:
-        """Raise a UserError for a change of another part of the model that is not among `names`."""
-        known = set(map(short_name, names))
-        for short in self._changed_carried():
-            if short not in known:
-                raise UserError(
-                    f"{self.file}: it changes {short}, which the base model does not have; "
-                    + self._remedy
-                )
+    def changes_carried(self, names: Collection[str]) -> bool:
+        """Whether the adapter changes other parts of the model than its decoder. A UserError
+        refuses a change of one that is not among `names`."""
+        changed = set(filter(self._is_carried, (*self.pairs, *self._whole, *self._biases)))
+        for short in sorted(changed - set(map(short_name, names))):
+            raise UserError(
+                f"{self.file}: it changes {short}, which the base model does not have; "
+                + self._remedy
+            )
+        return bool(changed)
 
     def other_changes(self) -> list[str]:
         """Tensors of the file other than plain pairs for the decoder's layers."""
-        found = [*self._whole.values(), *(name for name, _ in self._biases.values())]
-        found += [name for name, _ in self._rows.values()]
+        found = [*self._whole.values()]
+        found += [name for name, _ in (*self._biases.values(), *self._rows.values())]
         found += [pair.magnitude for pair in self.pairs.values() if pair.magnitude is not None]
         return found + [
             pair.a
@@ -395,14 +393,7 @@ class PeftAdapter:
         ]
 
 
-def _inside(module: str) -> str:
-    """A module's name in the class that PEFT wrapped, which its patterns match."""
-    return module.removeprefix("base_model.model.")
-
-
 def _by_pattern(patterns: Any, key: str, default: float) -> float:
     """PEFT's get_pattern_key: the first pattern that matches the end of the name counts."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", key):
-            return value
-    return default
+    each = (patterns or {}).items()
+    return next((value for one, value in each if re.match(rf"(.*\.)?({one})$", key)), default)

@@ -182,13 +182,13 @@ def merged_carried(directory: Path, base: Path, architecture: Architecture) -> C
     if not architecture.family.carried or is_megatron(base):
         return None
     with PeftAdapter(directory, architecture) as adapter, TensorFiles(base, architecture) as files:
-        adapter.require_carried(files.carried())
+        changes = adapter.changes_carried(files.carried())
 
     def change(name: str, tensor: Tensor) -> Tensor:
         with PeftAdapter(directory, architecture) as again:
             return again.merged(name, tensor)
 
-    return change if adapter.changes_carried() else None
+    return change if changes else None
 
 
 def factor_dtypes(directory: Path) -> set[str]:
