@@ -50,6 +50,10 @@ TWO_UNITS = re.compile(  # 5\text{ ft }6\text{ in}
     rf"(\d){_SPACE}*\\(?:text|mbox|mathrm)\s*\{{(?![^{{}}]*\b(?:and|or|if|when|where|for)\b)"
     rf"[^{{}}A-Za-z]*[A-Za-z][^{{}}]*\}}{_SPACE}*(?=\d)"
 )
+_NEGATIVE_POWER = re.compile(r"\^-(\d+)")  # 10^-19
+_ENDLESS = re.compile(  # 0.1666...
+    r"(?<![\d.])(\d{1,9})\.(\d{0,9}?)(?:(\d)\3{2,9}|(\d{2,6})\4{1,4})(?: ?(?:\.{3}|\\[lc]?dots|…))"
+)
 _MULTIPLE = re.compile(
     rf"(?<=[\d}}]){_SPACE}*(?:(\\(?:text|mbox|mathrm)\s*\{{)\s*)?(dozen|hundred|thousand|million|billion|trillion)s?\b"
 )
@@ -78,6 +82,7 @@ _CHOICES, _LOWER_CHOICES = (  # the first letter, and another one in what follow
     )
     for of in ("[A-J]", "[a-j]")
 )
+_SEVERAL = re.compile(r"\W*[A-J](?:(?:\W|\band\b)*[A-J])+\W*")  # A, C and D
 _LOWER = re.compile(r"\W*[a-j]\W*")
 _SHORT = 200  # longest answer with other readings, whose patterns are slow on a loop
 _PERCENT = re.compile(r"\s*\\?%[\s$]*\Z")
@@ -95,10 +100,21 @@ _DECIMAL_COMMA = re.compile(  # not a comma of thousands
 _SET_OF = re.compile(
     r"\\\{ *[A-Za-z](?: *\\in *\\mathbb\{R\})? *(?:\\mid(?![a-z])|[:|]|\\[:;|]) *(.+)\\\}"
 )
+_IN_DEGREES = re.compile(r"[-\d.]+ ?\^\{?\\circ\}?")
+_NESTED = re.compile(r"\[(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])+)\]")
+_INDEXED = re.compile(r"\s*([a-z])_(?:\d|\{\d+\})\s*=([^=]+)")
+_REWRITTEN = [  # 2 and 1/3, 3 to 2, R
+    (
+        re.compile(r"(\d+)(?: and |\\text ?\{ and \})(\d+/\d+|\\[dt]?frac ?\{?\d+\}? ?\{?\d+\}?)"),
+        r"\1+\2",
+    ),
+    (re.compile(r"(\d+) to (\d+)"), r"\1:\2"),
+    (re.compile(r"\A\W*R\W*\Z"), r"\\mathbb{R}"),
+]
 _OR = re.compile(r"(?:\\text *\{ *or *\}|\bor\b|\\lor(?![a-z])|\\vee(?![a-z])|∨)")  # noqa: RUF001
-_RELATION = re.compile(r"(<|>|\\[lg](?:eq?(?:slant)?|t)(?![A-Za-z]))")
+_RELATION = re.compile(r"(<|>|\\(?:[lg](?:eq?(?:slant)?|t)|neq?)(?![A-Za-z]))")
 _NAME = re.compile(r"[A-Za-z]|\\(?!infty|pi)[a-z]+")
-_DIGIT_GROUPS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_DIGIT_GROUPS = re.compile(r"-?\d{1,3}(?:(?: \d{3})+(?:\.\d+)?|(?:\.\d{3}){2,})")
 _UNIT_NAME = (
     r"(?:[kcmdn]?m|[km]?g|m?s|mi|ft|in|yd|lb|oz|min|hr?|yr|m?[lL]|gal|N|[kM]?J|[kM]?W|kWh|[kM]?Pa"
     r"|[kMG]?Hz|V|K|mol|[kMG]?eV|k?cal|mph|rad)(?:\^(?:-?\d|\{-?\d\}))?"
@@ -120,6 +136,8 @@ def readable(text: str) -> str:
     text = _POINT_OR_E.sub(lambda found: "" if found[0] == "." else "e", text)
     text = _THOUSANDS_SPACE.sub("", text)
     text = _SCIENTIFIC.sub(lambda found: f"{found[1]}*10^({int(found[2])})", text)
+    text = _NEGATIVE_POWER.sub(r"^{-\1}", text)
+    text = _ENDLESS.sub(r"\1.\2\\overline{\3\4}", text)
     text = _MIXED_NUMBER.sub(_improper_fraction, text)
     text = _FRACTION_PERCENT.sub(_decimal_percent, _REPEATING.sub(_repeating_fraction, text))
     return _RATIO.sub(lambda found: f"({re.sub(' ?: ?', ', ', found[2])})", text)
@@ -213,6 +231,16 @@ def lacks_entries(answer: str, gold: str) -> bool:
     return is_list and repeats and len(re.findall(r"\d+", answer)) < len(entries)
 
 
+_SAME_WORDS = [
+    (re.compile(pattern, re.IGNORECASE), word)
+    for pattern, word in (
+        (r"\\emptyset|(?:there (?:is|are) )?no solutions?|none", "no solution"),
+        (r"infinitely many solutions", "infinitely many"),
+        (r"DNE", "does not exist"),
+    )
+]
+
+
 def same_letters(answer: str, gold: str) -> bool:
     """Whether two texts are equal except for formatting and, if there are words, capitals."""
     answer, gold = _letters(answer), _letters(gold)
@@ -224,6 +252,7 @@ def same_letters(answer: str, gold: str) -> bool:
 def _letters(text: str) -> str:
     text = re.sub(rf"{_SPACE}+", " ", _FORMATTING.sub("", without_text(text))).rstrip(" .,;")
     text = re.sub(r"(?<=\d) ?([AaPp])\.? ?[Mm]\b\.?", lambda found: found[1].lower() + "m", text)
+    text = next((word for each, word in _SAME_WORDS if each.fullmatch(text)), text)
     return re.sub(r" (?!\w)|(?<!\w) ", "", text)
 
 
@@ -241,6 +270,11 @@ def of_a_choice(answer: str, gold: str) -> Iterator[tuple[str, str]]:
         yield (text, gold_text) if text and gold_text else (letter, letter)
     elif bool(letter) != bool(gold_letter) and text and gold_text:
         yield text, gold_text
+    both = [without_text(each) for each in (answer, gold)]
+    if all(map(_SEVERAL.fullmatch, both)) and any(re.search(r"\w\W+\w", each) for each in both):
+        letters = ["".join(sorted(re.findall("[A-J]", each))) for each in both]
+        if letters[0] == letters[1]:
+            yield gold, gold
 
 
 def choice(answer: str, gold: str) -> tuple[str, str]:
@@ -275,9 +309,26 @@ def other_readings(answer: str, gold: str) -> Iterator[tuple[str, str]]:
         yield f"{given_comma[1]}.{given_comma[2]}{given_comma[3]}", gold
     elif gold_comma and "," not in answer and gold.lstrip("-").startswith("0"):  # not a list
         yield answer, f"{gold_comma[1]}.{gold_comma[2]}{gold_comma[3]}"
+    yield from ((written, gold) for written in _in_other_words(answer, gold))
     if re.search(r"[\[(].*,.*[\])]", gold) and (interval := _interval(answer)):
         yield interval, gold
     yield from _without_units(answer, gold)
+
+
+def _in_other_words(answer: str, gold: str) -> Iterator[str]:
+    r"""2+1/3 for "2 and 1/3", 3:2 for "3 to 2", 1, 2 for x_1=1, x_2=2, a matrix for [[1,2],[3,4]],
+    and degrees for \pi/3 where the gold is in degrees."""
+    for pattern, other in _REWRITTEN:
+        if (written := pattern.sub(other, answer)) != answer:
+            yield written
+    roots = [_INDEXED.fullmatch(part) for part in re.split("[,;]", answer)]
+    if len({found and found[1] for found in roots}) == 1 and len(roots) > 1 and roots[0]:
+        yield ", ".join(found[2] for found in roots if found)
+    if rows := _NESTED.fullmatch(answer):
+        cells = re.sub(r"\]\s*,\s*\[", r"\\\\", rows[1][1:-1]).replace(",", "&")
+        yield rf"\begin{{pmatrix}}{cells}\end{{pmatrix}}"
+    if _IN_DEGREES.fullmatch(gold) and r"\pi" in answer:
+        yield rf"\frac{{180}}{{\pi}}({without_text(answer).replace('radians', '')})"
 
 
 def _without_units(answer: str, gold: str) -> Iterator[tuple[str, str]]:
@@ -287,7 +338,7 @@ def _without_units(answer: str, gold: str) -> Iterator[tuple[str, str]]:
     if re.search(r"(?<![\\A-Za-z])[A-Za-z]", _TEXT.sub("", gold)):  # the unit may be a variable
         return
     if _DIGIT_GROUPS.fullmatch(answer):
-        yield answer.replace(" ", ""), gold
+        yield re.sub(r" |\.(?=\d{3}(?:\.|\Z))", "", answer), gold
     if given:
         yield given[1], gold
 
@@ -309,7 +360,9 @@ def _part(condition: str) -> str:
     pieces = [piece.strip() for piece in _RELATION.split(condition)]
     ends, signs = pieces[::2], pieces[1::2]
     downwards = {sign == ">" or sign.startswith("\\g") for sign in signs}
-    if len(downwards) != 1 or any("=" in end for end in ends):
+    if len(ends) == 2 and _NAME.fullmatch(ends[0]) and signs[0].startswith("\\n"):
+        return rf"(-\infty, {ends[1]}) \cup ({ends[1]}, \infty)"
+    if len(downwards) != 1 or any("n" in sign for sign in signs) or any("=" in end for end in ends):
         return ""
     if downwards == {True}:
         ends, signs = ends[::-1], signs[::-1]

@@ -21,14 +21,21 @@ _SIGNS = str.maketrans(
 )
 _SCRIPT = re.compile("([⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)|([₀₁₂₃₄₅₆₇₈₉]+)")
 _FRACTION = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
-_ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|(\d+(?:\.\d+)?))")
+_ROOT = re.compile(r"([√∛∜]) ?(?:\(([^()]*)\)|(\d+(?:\.\d+)?))")
+_DEGREES = {"√": "", "∛": "[3]", "∜": "[4]"}
 _DECORATION = re.compile(
     r"\\(?:boldsymbol|bm|(?:text)?color ?\{\w+\}|underline|[Ll]arge|LARGE|[Hh]uge|num)"
-    r" ?\{([^{}]*)\}|\\color ?\{\w+\}|\\hspace ?\{[^{}]*\}"
+    r" ?\{((?:[^{}]|\{[^{}]*\})*)\}|\\color ?\{\w+\}|\\hspace ?\{[^{}]*\}"
     r"|(?:\\(?:(?:black)?square|Box|qed)(?![A-Za-z])|\\\\)\s*\Z"
 )
 _VECTOR = r"\\(?:mathbf|boldsymbol|bm|vec|hat|widehat|overrightarrow)(?![a-z])"
 _LETTER = r"(?:\\[ij]math(?![a-z])|[A-Za-z](?![A-Za-z]))"
+_FUNCTIONS = "ln|log|exp|a?(?:sin|cos|tan|cot|sec|csc)h?|max|min|gcd"
+_EQUATIONS = re.compile(  # one below the other
+    r"\\left *\\\{ *(?=\\begin)|\\right *\.|\\begin ?\{(cases|aligned|align\*?|gathered|array)\}"
+    r"(?:\{l+\})?((?=(?:(?!\\\\).)*=)(?:(?!\\begin|&(?! ?=)).)*)\\end ?\{\1\}",
+    re.DOTALL,
+)
 _COMMANDS = [  # a form that math-verify cannot read, and one that it can
     (re.compile(pattern), latex)
     for pattern, latex in (
@@ -46,12 +53,14 @@ _COMMANDS = [  # a form that math-verify cannot read, and one that it can
         (r"\\(?:s|nice)frac(?=\s*\{)", r"\\frac"),
         (r"\\([dt]?frac)\s*\\pi\s*(\d)", r"\\\1{\\pi}{\2}"),
         (r"\\([dt]?binom)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}"),
-        (r"\\mathbb\s+([A-Z])(?![a-z])", r"\\mathbb{\1}"),
+        (r"\\(?:mathbb|Bbb)\s*\{?([A-Z])(?![a-z])\}?", r"\\mathbb{\1}"),
+        (r"\\log_(?:e|\{e\})(?![a-z])", r"\\ln"),
+        (rf"\\(?:text|mathrm|operatorname)\s*\{{({_FUNCTIONS})\}}", r"\\\1 "),
         (r"\\degree(?![a-z])", r"^{\\circ}"),
         (r"\\lbrace(?![a-z])", r"\\{"),
         (r"\\rbrace(?![a-z])", r"\\}"),
         (r"\\colon(?![a-z])", ":"),
-        (r"(?<=\d)(?:\{\.\}|\\text\{\.\})(?=\d)", "."),
+        (r"(?<=\d)(?:\{([.:])\}|\\text\{([.:])\})(?=\d)", r"\1\2"),
         (r"(?<=\d)\\text\{,\}(?=\d{3})", ","),
         (r"\\text\s*\{\s*infinity\s*\}", r"\\infty"),
         (r"\\text\s*\{\s*(?:[Aa]ll )?real numbers\s*\}", r"\\mathbb{R}"),
@@ -92,12 +101,15 @@ def in_latex(answer: str) -> str:
     answer = _NUMBER_WORD.sub(lambda found: found[1] + _value(found[2]), answer)
     for _ in range(3):  # one inside another
         answer = _DECORATION.sub(r"\1", answer)
+    answer = _EQUATIONS.sub(_as_list, answer)
     for pattern, latex in _COMMANDS:
         answer = pattern.sub(latex, answer)
     if answer.isascii():
         return answer
     answer = _COUNTER.sub("", _SCRIPT.sub(_script, answer))
-    answer = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", answer).translate(_SIGNS)
+    answer = _ROOT.sub(
+        lambda found: rf"\sqrt{_DEGREES[found[1]]}{{{found[2] or found[3]}}}", answer
+    ).translate(_SIGNS)
     return "".join(sign for sign in answer if sign == "$" or unicodedata.category(sign) != "Sc")
 
 
@@ -107,6 +119,11 @@ def with_plain_digits(text: str) -> str:
         return text
     text = _FRACTION.sub(_fraction, text)
     return "".join(str(unicodedata.decimal(sign, sign)) for sign in text)
+
+
+def _as_list(found: re.Match[str]) -> str:
+    rows = (row.replace("&", "").strip(" ,;\n") for row in re.split(r"\\\\", found[2] or ""))
+    return ", ".join(filter(None, rows))
 
 
 def _value(words: str) -> str:

@@ -19,6 +19,9 @@ _DELIMITERS = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-z])")
 _TRANSPOSED = re.compile(r"(?<=[\])}>e])\s*\^\s*\{?\s*(?:T|\\top|\\intercal)\s*\}?\Z")
 _ANGLED = re.compile(r"(?:\\langle(?![a-z])|<)(.*)(?:\\rangle(?![a-z])|>)")
 _BRACKETED = re.compile(r"\((.*)\)|\[(.*)\]", re.DOTALL)
+_TIMES_LIST = re.compile(
+    r"(-?(?:\\[dt]?frac ?\{?\d+\}? ?\{?\d+\}?|\d+/\d+|\d+))\(([^()]*,[^()]*)\)"
+)
 _TERM = re.compile(r"([-+]?[^-+(){}]*(?:[({][^(){}]*[)}][^-+(){}]*)*)")
 _BASE_VECTOR = re.compile(r"(.*?)(?<![\\A-Za-z])([ijk])\Z", re.DOTALL)
 _SHORT = 500  # longest text that is taken apart
@@ -62,7 +65,11 @@ def _vector(text: str) -> tuple[str, list[str]]:
     if len(text) > _SHORT:
         return "", []
     text = _DELIMITERS.sub("", text.strip().strip("$")).rpartition("=")[2].strip()
-    text = _TRANSPOSED.sub("", text)
+    bare = _TRANSPOSED.sub("", text)
+    kind, text = "list" if bare == text else "column", bare
+    if found := _TIMES_LIST.fullmatch(text):
+        factor, text = found[1], found[2]
+        return "column", [f"{factor}({each})" for each in _entries(text)]
     bracketed = _BRACKETED.fullmatch(text)
     inside = (bracketed[1] or bracketed[2] or "") if bracketed else text
     if found := _MATRIX.fullmatch(inside.strip()):
@@ -77,7 +84,7 @@ def _vector(text: str) -> tuple[str, list[str]]:
     if units := _of_unit_vectors(text):
         return "units", units
     entries = _entries(inside)
-    return ("list", entries) if len(entries) > 1 else ("", [])
+    return (kind, entries) if len(entries) > 1 else ("", [])
 
 
 def _entries(text: str) -> list[str]:

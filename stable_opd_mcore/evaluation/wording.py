@@ -11,6 +11,7 @@ from stable_opd_mcore.evaluation.answers import (
     TWO_UNITS,
     choice,
     plain_answer,
+    same_letters,
     with_units,
     without_text,
 )
@@ -29,23 +30,26 @@ _RELATION = re.compile(r"\\(?:[gl]eq?(?:slant)?|neq?|[gl]t)(?![A-Za-z])|[<>]")
 _BASE = re.compile(r"(?<![A-Za-z\d\\{}])[\dA-F]*\d_\{?(\d{1,2})(?!\d)")
 _SHORT = 200  # longest answer and gold to look at
 _MAX_STATEMENTS = 50  # a looping response may hold thousands; the last ones count
+_TAGS = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _STATEMENT = re.compile(
     r"\b(?:(answer)|(?:option|choice))(?: choice| option)?"
-    r"(?: is| would be| should be|\s*[:=-])[:*]*\s*"
+    r"(?: is| would be| should be|\s*[:：=是为-])[:：*]*\s*"  # noqa: RUF001
     r"(?=([^\n]{1,201}))",  # another statement may follow in the line
     re.IGNORECASE,
 )
 _REASON = re.compile(r",? +(?:because|since|as)\b")
 _REASON_OR_TEXT = re.compile(rf"{_REASON.pattern}|(?:,| [-–—])(?= [A-Za-z]{{3}})")  # noqa: RUF001
 _CHOSEN = re.compile(
-    r"\b(?i:choose|select|pick)(?: option)? [*(]*([A-Ja-j])\b"
+    r"(?:\b(?i:(?:choose|select|pick)(?: option)?|(?:so|thus|hence|therefore),? (?:the )?option) "
+    r"|故选)[*( ]*([A-Ja-j])\b"
     r"|(?<!\w)\(?([A-Ja-j])\)?(?:\*\*)? is (?:the )?(?:correct|right)\b"
 )
 _FORMATTING = re.compile(r"\\?\$|\\[()]|\*\*")
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")
+_NO_PROSE = re.compile(r"\\(?:begin|end) ?\{\w+\}|\b(?:and|or)\b")
 _TWO_BOXES = re.compile(
-    r"\\boxed\{([^{}]*)\}(?:\$|\\[)\]])?,? or (?:\$|\\[(\[])?(?:\w = ?|\w=)?\\boxed\{([^{}]*)\}"
-    r"(?!.*\\boxed)",
+    r"\\boxed\{([^{}]*)\}(?:\$|\\[)\]])?(,? or|,? and) (?:\$|\\[(\[])?(?:\w = ?|\w=)?"
+    r"\\boxed\{([^{}]*)\}(?!.*\\boxed)",
     re.DOTALL,
 )
 _END_OF_SENTENCE = re.compile(r"(?<!\\)[.!?;](?=\s|\Z)")
@@ -64,7 +68,7 @@ _COMMAND_OR_TEXT = re.compile(r"\\(?:text\w*|mbox)\s*\{[^{}]*\}|\\(?:math\w+\s*)
 
 def in_tags(response: str) -> str:
     """What the last <answer> tags hold, if no box follows them: as a box where it is a value."""
-    _, opened, rest = response.rpartition("<answer>")
+    _, opened, rest = _TAGS.sub(r"<\1answer>", response).rpartition("<answer>")
     inside, _, after = rest.partition("</answer>")
     if not opened or "\\boxed" in after:
         return response
@@ -79,13 +83,14 @@ def stated(response: str, gold: str) -> str | None:
     A formula, a choice's letter, 7 or 8, two boxes with "or" between them; a last line that is only
     a choice's letter. None for a statement with other words, from which math-verify takes a number.
     """
-    if boxes := _TWO_BOXES.search(response):
-        return f"{boxes[1]} or {boxes[2]}"
+    if (boxes := _TWO_BOXES.search(response)) and boxes[1] != boxes[3]:
+        return f"{boxes[1]}{boxes[2]} {boxes[3]}"
     if "\\boxed" in response:
         return None
     last, is_letter = "", bool(choice(gold, gold)[0])
     if is_letter:
         response = _CHOSEN.sub(r"\n answer: \1\2. ", response)
+    response = response.replace("答案", "\n answer")
     for found in deque(_STATEMENT.finditer(response), maxlen=_MAX_STATEMENTS):
         sentence = (_REASON_OR_TEXT if is_letter else _REASON).split(found[2])[0]
         sentence = _END_OF_SENTENCE.split(sentence)[0]
@@ -94,14 +99,18 @@ def stated(response: str, gold: str) -> str | None:
         if (
             sentence
             and is_whole
-            and (choice(sentence, gold)[0] or (found[1] and _is_value(sentence)))
+            and (
+                choice(sentence, gold)[0]
+                or (found[1] and (_is_value(sentence) or same_letters(sentence, gold)))
+            )
         ):
             last = sentence
         elif found[1] and not is_letter:
             last = ""
     if not last:
         line = response.rstrip().rpartition("\n")[2].strip("*$ ")
-        last = line if len(line) < 5 and choice(line, gold)[0] else ""
+        most = 5 if "\n" in response.strip() else 60
+        last = line if len(line) < most and choice(line, gold)[0] else ""
     return last or None
 
 
@@ -109,7 +118,7 @@ def _is_value(text: str) -> bool:
     """Whether a statement is no more than a value, perhaps with a unit, or several values."""
     return bool(
         _OTHER_VALUE.fullmatch(text)
-        or not _PROSE.search(plain_answer(text))
+        or not _PROSE.search(_NO_PROSE.sub("", plain_answer(text)))
         or with_units(text) != text
         or is_quantity(text)
     )

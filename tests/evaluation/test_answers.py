@@ -34,11 +34,17 @@ NUMBERS = [
     ("12", ["12 miles per hour"], ["12 million"]),
     ("2500000", [r"\$2.5\text{ million}", "2.5 million dollars"], ["2.5 billion", "2.5"]),
     ("6.02e23", ["6.02 x 10^{23}", r"6.02\text{ x }10^{23}"], []),
+    (r"\frac{7}{3}", ["2 and 1/3", r"2\text{ and }\frac13"], ["2 and 1/4", "2, 1/3"]),
+    (r"1.6\times10^{-19}\text{ C}", ["1.6*10^-19", r"1.6\cdot10^-19"], ["1.6*10^-18"]),
+    ("1000000", ["1.000.000"], ["1.000"]),
     (r"\frac{1}{2}", ["0.5 or 1/2", r"50\%\text{ or }0.5", r"0{.}5"], ["0.5 or 0.6"]),
 ]
 TEXTS = [
     (r"\text{Evelyn}", ["Evelyn", r"\textbf{evelyn.}"], ["Eve"]),  # MATH
     ("np.arcsin(10/13)", ["np.arcsin(10/13)"], ["10/13"]),  # Minerva
+    ("6:15 PM", [r"6{:}15 \text{ PM}"], ["6:15 AM"]),
+    ("no solution", [r"\text{No solutions}", r"\emptyset", "None"], ["0", "one solution"]),
+    (r"\ln 2", [r"\log_e 2", r"\mathrm{ln}\,2"], [r"\log_{10} 2"]),
     ("4:30 p.m.", [r"\text{4:30 p.m.}", r"4:30\ \text{p.m.}"], [r"\text{4:45 p.m.}", "4"]),
     ("Alice and Bob", [r"\text{Alice}\text{ and }\text{Bob}"], [r"\text{Alice}"]),
     ("Tuesday, March 3", [r"\text{Tuesday, March 3}"], [r"\text{Tuesday, March 4}"]),
@@ -69,7 +75,8 @@ CHOICES = [  # the first of MATH
     (r"\textbf{(B)}\ 12", ["B", "12", "B) 12"], ["(C) 12", "(B) 13", "C", "13"]),
     ("B", ["B"], ["2B", "B12"]),
     ("B", [r"\text{(B) }A, C", "(B) 3, 4"], ["(B) or (C)", r"\text{(B), (C)}", "(B)/C"]),
-    ("(B), (C)", ["(B), (C)"], ["(B)"]),
+    ("(B), (C)", ["(B), (C)", "BC", r"\text{C and B}"], ["(B)", "B, D", "ABC"]),
+    ("AC", ["A, C", "A and C"], ["A", "A, B"]),
 ]  # fmt: skip
 PERCENTS = [
     (r"50\%", ["50", "0.5", r"\frac12"], ["5", "0.05"]),
@@ -80,6 +87,16 @@ PERCENTS = [
 PLACES = [
     ("x=1,y=2", ["(1,2)", "1,2", "y=2, x=1"], ["(2,1)", "2,1", r"\{2,1\}"]),
     ("x=1,x=2", ["2,1"], ["2,3"]),
+    ("3:2", ["3 to 2"], ["2 to 3"]),
+    ("2,-2", ["x_1=2, x_2=-2", "x_{1}=-2; x_{2}=2"], ["x_1=2, x_2=2", "x_1=2"]),
+    (
+        "x=2,y=3",
+        [
+            r"\begin{aligned}x&=2\\y&=3\end{aligned}",
+            r"\left\{\begin{array}{l}x=2\\y=3\end{array}\right.",
+        ],
+        [r"\begin{cases}x=3\\y=2\end{cases}"],
+    ),
     ("1:2:3", ["1 : 2 : 3", "(1:2:3)", "a:b:c=1:2:3"], ["1:3:2", r"\frac16"]),
     (r"1:\sqrt{3}:2", [r"1:\sqrt3:2"], [r"1:2:\sqrt{3}"]),
     ("1,1,2", ["1,2,1"], ["1,2,2", "1,2"]),
@@ -93,7 +110,10 @@ SIGNS = [
     ("-7", ["–7", "－７。"], ["７"]),  # noqa: RUF001
     ("1,2", ["1，2"], []),  # noqa: RUF001
     (r"\varnothing", ["∅", r"\emptyset"], []),
-    (r"\frac{1}{6}", [r"0.1\overline{6}", r"0.1\bar6"], ["0.16"]),
+    (r"\frac{1}{6}", [r"0.1\overline{6}", r"0.1\bar6", "0.1666..."], ["0.16", "0.16..."]),
+    (r"\sqrt[3]{\frac14}", ["∛(1/4)"], ["√(1/4)"]),
+    (r"\mathbb{R}", [r"\Bbb R", r"\mathbf{R}"], [r"\mathbb{Q}", "r"]),
+    ("2023", [r"\underline{\textbf{2023}}"], []),
 ]
 AROUND = [  # an answer with more around its value than the gold
     ("5", ["5 m/s", "5 cm²", "5 eV", "5 L", "€5", "5°"], ["5 x", "5 m - 1", "5 k"]),
@@ -101,6 +121,7 @@ AROUND = [  # an answer with more around its value than the gold
     ("7", [r"\text{Answer: }7", r"\text{about } 7"], [r"\text{less than }7"]),
     ("1000", ["1 000"], ["1 00"]),
     ("7.07", [r"5\sqrt2\approx 7.07"], [r"5\sqrt2\approx 7"]),
+    (r"(-\infty,2)\cup(2,\infty)", [r"x\neq2", r"\{x:x\ne 2\}"], [r"x\ne3", "2"]),
     ("[1,2)", [r"1\le x<2"], [r"1\le x\le 2"]),
     ("(1,2)", ["1<x<2", "2>x>1", r"\{x\mid 1<x<2\}"], [r"1\le x<2", "1<x<3"]),
     (r"(-\infty,3]", [r"x\le3", r"3\geq x"], ["x<3", r"x\ge 3"]),
@@ -158,7 +179,9 @@ VECTORS = [
         [r"\begin{bmatrix}0.5\\2t\end{bmatrix}"],
         [r"\begin{bmatrix}0.5\\2\end{bmatrix}"],
     ),
-    (r"\frac12\begin{pmatrix}2\\4\end{pmatrix}", ["(1,2)"], ["(2,4)"]),
+    (r"\frac12\begin{pmatrix}2\\4\end{pmatrix}", ["(1,2)", r"\frac12(2,4)"], ["(2,4)"]),
+    ("(1,2,3)", [r"\left(1,2,3\right)^T"], [r"\left(1,2,4\right)^T"]),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", ["[[1,2],[3,4]]"], ["[[1,3],[2,4]]"]),
 ]  # fmt: skip
 QUANTITIES = [
     (r"30^\circ 30'", [r"30.5^\circ", "30°30′", "30 degrees 30 minutes"], [r"30^\circ", "30°15′"]),  # noqa: RUF001
@@ -168,6 +191,7 @@ QUANTITIES = [
         [r"90\text{ minutes}", "1.5 hours", "1 h 30 min"],
         ["1 hour 20 minutes", "1", "90 hours"],
     ),
+    (r"60^\circ", [r"\frac{\pi}{3}", r"\frac{\pi}{3}\text{ radians}"], [r"\frac{\pi}{6}"]),
     ("2 days", [r"48\text{ hours}", "2"], ["2 hours"]),
 ]
 WRITTEN_NUMBERS = [
@@ -232,6 +256,7 @@ BOXES = [
     (r"It is \boxed{8} or \boxed{7}.", False),
     (r"It is $\boxed{8}$ or $x=\boxed{7}$.", False),
     (r"It is $\boxed{7}$ or $\boxed{7.0}$.", True),
+    (r"They are $\boxed{8}$ and $\boxed{7}$.", False),
     (r"It is \boxed{8} or \boxed{9}. No, \boxed{7}.", True),
     ("#### 7 dollars", True),
 ]  # fmt: skip
@@ -280,6 +305,12 @@ LETTERS = [  # with a gold of B; with one of b the same in the other case
     ("Is it (A)? No.\n\n**B**", True),
     ("Answer: B\n\nThe answer is the largest of all.", True),
     ("The answer is A. No, the answer is B.", True),
+    ("Hence option (B).", True),
+    ("<Answer>(B) Paris</Answer>", True),
+    ("**B) Paris**", True),
+    ("答案：B", True),  # noqa: RUF001
+    ("故选 B", True),
+    ("B) Paris\nC) Rome", False),
     ("The answer is B. No, the answer is A.", False),
     ("Answer: B or C", False),
     ("The answer is not B.", False),
@@ -302,6 +333,10 @@ VALUES = [
     ("<answer>\n1/2\n</answer>", "0.5"),
     ("<answer>Natalia sold 72 clips.</answer> I checked it 3 times.", "72"),
     ("Answer: 2 1/2", "2.5"),
+    ("答案是:42", "42"),
+    ("The answer is yes.", "Yes"),
+    ("The answer is x=2 and y=3.", "x=2,y=3"),
+    (r"<answer>\begin{pmatrix}1\\2\end{pmatrix}</answer>", "(1,2)"),
     ("The answer is 2 3/4 cups.", r"\frac{11}{4}"),
     ("It takes 2½ hours.", "2.5"),
     ("The answer is \u0661\u0665.", "15"),
