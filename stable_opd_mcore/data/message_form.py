@@ -122,11 +122,15 @@ class MessageForm:
 
 def other_forms(messages: Sequence[Message]) -> list[list[Message]]:
     """The same conversation in forms that a template may take in place of one that it refuses:
-    short ids of calls, arguments as text, and both. None without calls and replies."""
+    short ids of calls, arguments as text, and both, and all three with an empty text in place of
+    none, which transformers leaves out (DeepSeek-V3's fails). [] without calls and replies."""
     if not any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
         return []
     short = _with_short_ids(messages)
-    return [short, _with_text_arguments(messages), _with_text_arguments(short)]
+    forms = [short, _with_text_arguments(messages), _with_text_arguments(short)]
+    return forms + [
+        [{**m, "content": ""} if m["content"] is None else m for m in form] for form in forms
+    ]
 
 
 def _with_short_ids(messages: Sequence[Message]) -> list[Message]:

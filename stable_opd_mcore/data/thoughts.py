@@ -17,7 +17,7 @@ CHANNEL = "<|channel|>"
 _THOUGHTS, _FINAL = "analysis", "final"
 _OPENED = (*(mark for mark, _ in MARKS), f"{CHANNEL}{_THOUGHTS}<|message|>")
 _SECTION = re.compile(
-    r"(?:<\|start\|>assistant)?(?P<to>[^<>|]*)<\|channel\|>(?P<name>\w+)"
+    r"(?:<\|start\|>assistant)?(?P<to>[^<>|]*)<\|channel\|>\s?(?P<name>\w+)"
     r"(?P<more>[^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"
 )
 _END = re.compile(r"<\|(?:end|return|call|start|channel)\|>")
@@ -45,7 +45,7 @@ def split_thought(response: str, in_thought: bool = False) -> SplitResponse:
     `final`. A response without marks and channels is an answer.
     """
     if CHANNEL in response:
-        return _of_channels(response)
+        return _of_channels(response, in_thought)
     opening = next((mark for mark, _ in MARKS if response.lstrip().startswith(mark)), "")
     ends = ((response.rfind(close), len(close)) for _, close in MARKS)
     end, length = max(ends)
@@ -58,19 +58,26 @@ def split_thought(response: str, in_thought: bool = False) -> SplitResponse:
     return SplitResponse("", response, 0)
 
 
-def _of_channels(response: str) -> SplitResponse:
+def _of_channels(response: str, in_thought: bool) -> SplitResponse:
     """The answer is the last message of the channel `final`. Without one it is what follows the
-    last thought, such as a call of a function."""
+    last thought, such as a call of a function, which may stand in the channel of thoughts."""
     sections = list(_SECTION.finditer(response))
-    thought = "\n".join(_text(response, s) for s in sections if s["name"] == _THOUGHTS)
+    places = [place for place, each in enumerate(sections) if _is_thought(each)]
+    texts = [_text(response, sections[place]) for place in places]
+    opened = [_END.split(response, maxsplit=1)[0]] if in_thought else []
+    thought = "\n".join(filter(None, [*opened, *texts]))
     finals = [section for section in sections if section["name"] == _FINAL]
     if finals:
         return SplitResponse(thought, _text(response, finals[-1]), finals[-1].end())
-    thoughts = [place for place, section in enumerate(sections) if section["name"] == _THOUGHTS]
-    said = sections[thoughts[-1] + 1 :] if thoughts else sections
+    said = sections[places[-1] + 1 :] if places else sections
     if not said:
         return SplitResponse(thought, None, len(response))
     return SplitResponse(thought, response[said[0].start() :], said[0].start())
+
+
+def _is_thought(section: re.Match[str]) -> bool:
+    is_call = _FUNCTION.search(section["to"] + section["more"])
+    return section["name"] == _THOUGHTS and not is_call
 
 
 def _text(response: str, section: re.Match[str]) -> str:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _CALLS = "tool_calls"
 _AS_JSON = {"repeats": True, "content": "json", "transform": {"function": "{content}"}}
 _NAMED = {"repeats": True, "transform": {"function": {"name": "{name}", "arguments": "{content}"}}}
+_CHANNEL = r"<\|channel\|>(?:commentary|analysis)"  # where a gpt-oss calls
 _TO = r"to=functions\.(?P<name>[\w.-]++)"
 # Calls of each family. Every pattern takes a time in proportion to the text, also for a student
 # that repeats a mark for ever; so none begins with white space, which is stripped here instead.
@@ -95,7 +96,7 @@ TEMPLATES: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss": {
         _CALLS: {
             "open_pattern": r"(?:<\|start\|>assistant)?"
-            rf"(?: ?{_TO} ?<\|channel\|>commentary|<\|channel\|>commentary {_TO})"
+            rf"(?: ?{_TO} ?{_CHANNEL}|{_CHANNEL} {_TO})"
             r"[^<]*(?:<\|constrain\|>\w+)?<\|message\|>",
             "close_pattern": r"<\|call\|>|<\|end\|>|\Z",
             "content": "json",

@@ -14,6 +14,7 @@ THINKS = "<|channel|>analysis<|message|>"
 SAYS = "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
 NAMED = "<|channel|>commentary to=functions.f.g <|constrain|>json<|message|>"
+INSIDE = "<|channel|>analysis to=functions.f code<|message|>"
 CALLS = " to=functions.add<|channel|>commentary json<|message|>"
 
 
@@ -34,7 +35,9 @@ RESPONSES = [
     (f"{THINKS}Hm.", False, "Hm.", None),
     (f"{THINKS}Hm.{NEXT}<|channel|>fin", False, "Hm.", None),
     (f"{THINKS}a{NEXT}{THINKS}b{NEXT}{SAYS}2", False, "a\nb", "2"),
-    (f"Hm.{NEXT}{SAYS}It is 2.", True, "", "It is 2."),
+    (f"Hm.{NEXT}{SAYS}It is 2.", True, "Hm.", "It is 2."),
+    (f"{THINKS}Hm.{NEXT}<|channel|> final<|message|>2", False, "Hm.", "2"),
+    (f"{THINKS}Hm.{NEXT}{INSIDE}{{}}", False, "Hm.", f"<|start|>assistant{INSIDE}{{}}"),
     (f"{SAYS}2{NEXT}{THINKS}or 3", False, "or 3", "2"),
     (
         f'{THINKS}Hm.{NEXT}{CALLS}{{"a": 1}}',
@@ -71,6 +74,7 @@ def test_parts_of_channels_are_a_message():
             "",
             {"name": "f.g", "arguments": {}},
         ),
+        (f"{THINKS}Hm.{NEXT}{INSIDE}{{}}", "", {"name": "f", "arguments": {}}),
         (f"{THINKS}Hm.{NEXT}{CALLS}a = 1", "a = 1", None),
     ):
         message = {"role": "assistant", "content": content, "reasoning_content": "Hm."}

@@ -169,9 +169,10 @@ def test_channels_are_told_apart(tmp_path):
         "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
         '{"x": 1}'
     )
-    parsed = ToolCalls(tokenizer).parse(thought + told + thought + call, [TOOL], was_cut=False)
-    assert (parsed.content, parsed.reasoning) == ("Wait.", "Hm.Hm.")
-    assert [(each.name, each.arguments) for each in parsed.calls] == [("f", {"x": 1})]
+    for said in (call, call.replace("commentary", "analysis")):  # it calls in both
+        parsed = ToolCalls(tokenizer).parse(thought + told + thought + said, [TOOL], was_cut=False)
+        assert (parsed.content, parsed.reasoning) == ("Wait.", "Hm.Hm.")
+        assert [(each.name, each.arguments) for each in parsed.calls] == [("f", {"x": 1})]
     final = f"{thought}<|start|>assistant<|channel|>final<|message|>2"
     for tools in ((), [TOOL]):
         parsed = ToolCalls(tokenizer).parse(final, tools, was_cut=False)
