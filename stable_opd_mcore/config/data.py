@@ -60,7 +60,8 @@ class SourceConfig(Section):
     """A set of problems."""
 
     path: str
-    """A .jsonl or .parquet file, a `datasets` directory, a hub id, or `synthetic:arithmetic`."""
+    """A .jsonl, .json or .parquet file, a `datasets` directory, a hub id, or
+    `synthetic:arithmetic`."""
     split: str = "train"
     """Split of a data set or of the synthetic task; files have none."""
     columns: ColumnsConfig = ColumnsConfig()

@@ -8,16 +8,17 @@ text after it one of the user. What is ignored and what is refused follows opena
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, cast
 
 from stable_opd_mcore.data.chat_api import ChatReply, ChatRequest, RequestError
-from stable_opd_mcore.data.messages import THOUGHT, Message
+from stable_opd_mcore.data.messages import Message, split_parts
 from stable_opd_mcore.data.openai_api import SAMPLING, Form, body_key, model_name, unknown_field
 from stable_opd_mcore.data.request_parts import (
     Object,
     positive,
     read_body,
+    read_messages,
     read_stop,
     read_tools,
     refused,
@@ -52,7 +53,7 @@ def _read(given: Object, is_retry: bool) -> tuple[ChatRequest, Form]:
         ignored.add("output_config.effort")
     for name in sorted(fields.keys() - ignored - {*_READ, "stream"}):
         raise unknown_field(name, fields[name])
-    tools, unread = read_tools(_as_functions(fields.get("tools", [])))
+    tools, unread = read_tools(fields.get("tools", []))
     choice = fields.get("tool_choice", {"type": "auto"})
     kind = cast("Object", choice).get("type") if isinstance(choice, dict) else choice
     if kind not in ("auto", "any", "tool", "none"):
@@ -70,106 +71,25 @@ def _read(given: Object, is_retry: bool) -> tuple[ChatRequest, Form]:
     return request, Form(model_name(fields), fields.get("stream") is True)
 
 
-def _as_functions(value: Any) -> Any:
-    """Tools in OpenAI's form; one of another kind stays, and is refused there."""
-    if not isinstance(value, list):
-        return value
-    tools: list[Any] = []
-    for given in cast("list[Any]", value):
-        fields = cast("Object", given if isinstance(given, dict) else {})
-        if "input_schema" in fields and fields.get("type", "custom") == "custom":
-            more = {key: fields[key] for key in ("name", "description", "strict") if key in fields}
-            given = {"type": "function", "function": {**more, "parameters": fields["input_schema"]}}
-        tools.append(given)
-    return tools
-
-
-def _blocks(content: Any, place: str) -> list[Object]:
-    """A content as blocks; a text is one."""
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    blocks = cast("list[Any]", content if isinstance(content, list) else [content])
-    for block in blocks:
-        if not isinstance(block, dict):
-            raise refused(f"{place} has a block {block!s:.60}; expected {{type: ..., ...}}")
-    return cast("list[Object]", blocks)
-
-
-def _text(block: Object, place: str) -> str:
-    if block.get("type") != "text" or not isinstance(block.get("text"), str):
-        raise refused(
-            f"{place} has a block {block.get('type')!s:.60}: the student reads only text; send "
-            "blocks {type: text, text: ...}, and no images, documents or files",
-            "unsupported_content",
-        )
-    return block["text"]
-
-
 def _system(content: Any) -> list[Message]:
-    texts = [_text(block, "system") for block in _blocks(content, "system")]
+    blocks = cast("list[Any]", content if isinstance(content, list) else [content])
+    parts = [split_parts([block]) for block in blocks]
+    if any(part.others for part in parts):
+        raise refused(f"system={content!s:.60}: the student reads only text; send blocks of it")
+    texts = [part.text for part in parts]
     text = "\n".join(each for each in texts if each and not each.startswith(_ACCOUNTING))
     return [{"role": "system", "content": text}] if text else []
 
 
-def _messages(value: Any) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise refused(f"messages={value!s:.60}: expected a list of at least one message")
-    found: list[Message] = []
-    for number, given in enumerate(cast("list[Any]", value)):
-        place = f"messages[{number}]"
-        fields = cast("Object", given if isinstance(given, dict) else {})
-        role, blocks = fields.get("role"), _blocks(fields.get("content", ""), f"{place}.content")
-        if role == "assistant":
-            found.append(_assistant(blocks, place))
-        elif role == "user":
-            found += _user(blocks, place)
-        else:
+def _messages(value: Any) -> tuple[Message, ...]:
+    for number, given in enumerate(cast("list[Any]", value if isinstance(value, list) else [])):
+        role = cast("Object", given).get("role") if isinstance(given, dict) else None
+        if role not in ("user", "assistant"):
             raise refused(
-                f"{place}: role {role!s:.60}; expected user or assistant, and the system message "
-                "in the field system"
+                f"messages[{number}]: role {role!s:.60}; expected user or assistant, and the "
+                "system message in the field system"
             )
-    return found
-
-
-def _user(blocks: list[Object], place: str) -> list[Message]:
-    """A message of the user for texts in a row, one of a tool for each result."""
-    found: list[dict[str, Any]] = []
-    for block in blocks:
-        if block.get("type") == "tool_result":
-            parts = _blocks(block.get("content", ""), place)
-            content = "".join(_text(part, f"{place}, a tool_result,") for part in parts)
-            call_id = str(block.get("tool_use_id"))
-            found.append({"role": "tool", "tool_call_id": call_id, "content": content})
-        elif found and found[-1]["role"] == "user":
-            found[-1]["content"] += _text(block, place)
-        else:
-            found.append({"role": "user", "content": _text(block, place)})
-    return [*found] or [{"role": "user", "content": ""}]
-
-
-def _assistant(blocks: list[Object], place: str) -> Message:
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[Mapping[str, Any]] = []
-    for block in blocks:
-        kind = block.get("type")
-        if kind == "tool_use":
-            name, arguments = block.get("name"), block.get("input")
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                raise refused(f"{place}: {block!s:.80}; expected tool_use with name and input")
-            function = {"name": name, "arguments": cast("Object", arguments)}
-            calls.append({"id": str(block.get("id")), "type": "function", "function": function})
-        elif kind == "thinking":
-            thoughts.append(str(block.get("thinking", "")).strip())
-        elif kind != "redacted_thinking":
-            texts.append(_text(block, place))
-    content = "".join(texts)
-    said: dict[str, Any] = {"role": "assistant", "content": content}
-    if thought := "\n".join(each for each in thoughts if each):
-        said[THOUGHT] = thought
-    if calls:
-        said |= {"content": content if content.strip() else None, "tool_calls": calls}
-    return said
+    return read_messages(value)[0]  # what is not read of blocks has no effect
 
 
 # ---- replies

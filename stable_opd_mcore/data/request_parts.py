@@ -1,4 +1,4 @@
-"""The parts of an agent's request: messages with text and calls, tools, numbers; each is checked.
+"""The parts of an agent's request: messages (messages.py reads one), tools, numbers, all checked.
 
 What is wrong with a part is a RequestError with a sentence, which the agent's client shows. Not
 here: which settings an API has (openai_api.py).
@@ -9,20 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from stable_opd_mcore.data.chat_api import RequestError, canonical_json
-from stable_opd_mcore.data.messages import THOUGHT, THOUGHT_KEYS, Message, name_and_arguments
+from stable_opd_mcore.data.messages import Message, read_message
 from stable_opd_mcore.data.tool_schemas import Tool, parse_tools
+from stable_opd_mcore.errors import DataError
 
 Object = Mapping[str, Any]
 T = TypeVar("T")
-_TEXT_PARTS = ("text", "input_text", "output_text")
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-_KEYS = {"assistant": {"tool_calls", *THOUGHT_KEYS}, "tool": {"tool_call_id", "name"}}
 
 
 def read_body(body: bytes, read: Callable[[Object], T]) -> T:
@@ -77,7 +69,7 @@ def read_tools(value: Any) -> tuple[tuple[Tool, ...], set[str]]:
     for place, given in enumerate(cast("list[Any]", value or [])):
         fields = cast("Object", given if isinstance(given, dict) else {})
         kind = fields.get("type")
-        found = parse_tools(fields) if kind in ("function", None) else ()
+        found = parse_tools(fields) if kind in ("function", "custom", None) else ()
         if len(found) != 1 or not found[0]["function"]["name"]:
             raise refused(
                 f"tools[{place}]={given!s:.60}: expected {{type: function, function: {{name: ..., "
@@ -99,75 +91,15 @@ def read_messages(value: Any) -> tuple[tuple[Message, ...], set[str]]:
     """
     if not isinstance(value, list) or not value:
         raise refused(f"messages={value!s:.60}: expected a list of at least one message")
+    found: list[Message] = []
     ignored: set[str] = set()
-    given = cast("list[Any]", value)
-    found = [_message(each, f"messages[{n}]", ignored) for n, each in enumerate(given)]
+    for number, given in enumerate(cast("list[Any]", value)):
+        try:
+            messages, unread = read_message(given, f"messages[{number}]")
+        except DataError as error:
+            raise refused(str(error)) from None
+        for call in (call for each in messages for call in each.get("tool_calls", ())):
+            canonical_json(call)  # nested too deep for a comparison: refused here
+        found += messages
+        ignored |= {f"messages.{key}" for key in unread}
     return tuple(found), ignored
-
-
-def _message(value: Any, place: str, ignored: set[str]) -> Message:
-    if not isinstance(value, dict):
-        raise refused(f"{place}={value!s:.60}: expected {{role: ..., content: ...}}")
-    given = {k: v for k, v in cast("Object", value).items() if v not in (None, [], {}, "")}
-    role = _ROLES.get(str(given.get("role")))
-    if role is None or "function_call" in given:
-        raise refused(
-            f"{place}: role {given.get('role')!s:.60}{' with function_call' if role else ''}; "
-            f"expected one of {', '.join(_ROLES)}, with tool_calls for calls and role tool for "
-            "their results"
-        )
-    content, thoughts = read_parts(given.get("content", ""), f"{place}.content")
-    message: dict[str, Any] = {"role": role, "content": content}
-    own = _KEYS.get(role, set[str]())
-    ignored |= {f"messages.{key}" for key in given.keys() - own - {"role", "content"}}
-    if role == "tool":
-        message |= {key: str(given[key]) for key in own if key in given}
-    if role != "assistant":
-        return message
-    thoughts += [str(given[key]) for key in THOUGHT_KEYS if key in given]
-    if thoughts := [text.strip() for text in thoughts if text.strip()]:
-        message[THOUGHT] = thoughts[0]
-    if "tool_calls" in given:
-        message["tool_calls"] = _calls(given["tool_calls"], f"{place}.tool_calls")
-        message["content"] = content if content.strip() else None  # templates ask for None
-    return message
-
-
-def read_parts(content: Any, place: str) -> tuple[str, list[str]]:
-    """The text of a content, and the thoughts in it."""
-    if isinstance(content, str):
-        return content, []
-    texts: list[str] = []
-    thoughts: list[str] = []
-    for part in cast("list[Any]", content if isinstance(content, list) else [content]):
-        fields = cast("Object", part if isinstance(part, dict) else {})
-        kind = fields.get("type")
-        if kind in _TEXT_PARTS and isinstance(fields.get("text"), str):
-            texts.append(fields["text"])
-        elif kind in ("refusal", "thinking") and isinstance(fields.get(str(kind)), str):
-            (texts if kind == "refusal" else thoughts).append(fields[str(kind)])
-        else:
-            raise refused(
-                f"{place} has a part {kind or part!s:.60}: the student reads only text; send "
-                "parts {type: text, text: ...}, or one text, and no images, audio or files",
-                "unsupported_content",
-            )
-    return "".join(texts), thoughts
-
-
-def _calls(value: Any, place: str) -> list[Mapping[str, Any]]:
-    """Calls in the history, with their arguments as objects."""
-    calls: list[Mapping[str, Any]] = []
-    for given in cast("list[Any]", value if isinstance(value, list) else [value]):
-        read = name_and_arguments(given)
-        if read is None:
-            raise refused(
-                f"{place}: {given!s:.80}; expected {{id: ..., type: function, function: {{name: "
-                "..., arguments: ...}}, the arguments as the JSON text of an object"
-            )
-        name, arguments = read
-        canonical_json(arguments)  # nested too deep for a comparison: refused here
-        call_id = {"id": str(given["id"])} if given.get("id") else {}
-        function: dict[str, Any] = {"name": name, "arguments": arguments}
-        calls.append({**call_id, "type": "function", "function": function})
-    return calls

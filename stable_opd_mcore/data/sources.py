@@ -8,6 +8,7 @@ a row that cannot be used is an error that names file, row, column and remedy.
 # Not strict: pyarrow and datasets have no types.
 # pyright: basic
 
+import gzip
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -17,24 +18,26 @@ from pathlib import Path
 from typing import Any
 
 from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig, TrainSource
+from stable_opd_mcore.data.conversations import parse_messages
 from stable_opd_mcore.data.dataset_folders import (
     STATE,
     read_dataset,
     with_json_values,
     with_shortest_floats,
 )
-from stable_opd_mcore.data.messages import parse_messages, with_system, without_nulls
+from stable_opd_mcore.data.messages import from_text, with_system, without_nulls
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.synthetic import ARITHMETIC, SYNTHETIC, arithmetic_rows
 from stable_opd_mcore.data.tool_schemas import parse_tools
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.hub import COMMIT, is_hub_id
-from stable_opd_mcore.host.json_files import object_in_line
+from stable_opd_mcore.host.json_files import list_in_file, object_in_line
 
 Record = Mapping[str, Any]
 
 _DEFAULT_COLUMNS = ColumnsConfig()
 _BATCH_ROWS = 64
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 _MAX_LINE_BYTES = 64 * 2**20
 
 # Columns of what belongs to a prompt.
@@ -114,7 +117,7 @@ def read_records(source: SourceConfig) -> Iterator[tuple[int, Record]]:
             f"{' and '.join(sorted(known))}; drop the others"
         )
     path = Path(source.path)
-    is_file = path.is_file() or path.suffix in (".jsonl", ".parquet")
+    is_file = path.is_file() or path.suffix in _SUFFIXES
     if (is_file or (path / STATE).is_file()) and "[" in source.split:
         raise DataError(
             f"{path}: no splits in it, so no {source.split!r}; drop data.*.split, or set "
@@ -134,11 +137,13 @@ def read_file(
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; check data.*.path")
-    if path.suffix == ".jsonl":
-        return _read_jsonl(path)
-    if path.suffix == ".parquet":
-        return _read_parquet(path, columns)
-    raise DataError(f"{path}: unknown kind of file; use .jsonl or .parquet")
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    if suffix not in _SUFFIXES:
+        raise DataError(
+            f"{path}: unknown kind of file; expected {', '.join(_SUFFIXES)}, the first three also "
+            "with .gz; set data.*.path to a folder with this file alone, or convert it"
+        )
+    return _read_parquet(path, columns) if suffix == ".parquet" else _read_json(path)
 
 
 def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -> Row:
@@ -153,7 +158,10 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
         alpaca = ("input",) if columns.problem == "instruction" else ()
         _refuse_unread_parts(record, columns.problem, (*_SYSTEM, *alpaca), place)
     else:
-        value = _lookup(record, columns.messages, place, "messages")
+        value = from_text(_lookup(record, columns.messages, place, "messages"))
+        said = from_text(record.get(columns.solution or ""))
+        if isinstance(value, list) and isinstance(said, list):  # TRL's completions are messages
+            value = [*value, *(said if all(map(_is_message, said)) else ())]
         where = f"{place}: column {columns.messages!r} (messages)"
         messages, golden = parse_messages(value, where, _content, columns.golden)
         texts = {name: record[name] for name in _SYSTEM if _is_text(record.get(name))}
@@ -161,8 +169,8 @@ def parse_row(record: Record, columns: ColumnsConfig, place: str, row_id: str) -
             messages = tuple(with_system(messages, next(iter(texts.values()), None)))
             texts = {}
         _refuse_unread_parts(record, columns.messages, texts, place)
-        said = [each["content"] for each in messages if each["role"] != "system"]
-        problem = "\n\n".join(filter(None, said))
+        texts_said = (each["content"] for each in messages if each["role"] != "system")
+        problem = "\n\n".join(filter(None, texts_said))
         if len(golden) == 1 and golden[0].keys() == {"role", "content"}:
             solution, golden = golden[0]["content"], ()
     if columns.answer is not None:
@@ -197,6 +205,10 @@ def _refuse_unread_parts(record: Record, read: str, texts: Collection[str], plac
                 f"{place}: column {name!r} holds {type(value).__name__}, but a prompt is text "
                 "only; remove the row, or remove or rename the column"
             )
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and ("role" in value or "from" in value)
 
 
 def _is_text(value: object) -> bool:
@@ -243,13 +255,7 @@ def _is_absent(record: Record, column: str) -> bool:
 
 
 def _content(message: Record, where: str) -> str:
-    content = message.get("content")
-    if not isinstance(content, str | int | float | None) or isinstance(content, bool):
-        raise DataError(
-            f"{where}: content holds {type(content).__name__}, not text; write it as one text, or "
-            "remove the row"
-        )
-    return _text({"content": content}, "content", where, "message")
+    return _text(message, "content", where, "message")
 
 
 def _text(record: Record, column: str, place: str, role: str) -> str:
@@ -292,8 +298,16 @@ def _lookup(record: Record, column: str, place: str, role: str) -> Any:
     return value
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
+def _read_json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows in lines, or in a file .json the entries of one list."""
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    with opened(path, "rb") as file:
+        if ".json" in map(str.lower, path.suffixes) and file.read(64).lstrip().startswith(b"["):
+            file.seek(0)
+            for number, value in enumerate(list_in_file(file.read(), path)):
+                yield number, value
+            return
+        file.seek(0)
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):
             if len(line) == _MAX_LINE_BYTES:
                 raise DataError(f"{path}:{number}: a line over 64 MiB; write one row a line")

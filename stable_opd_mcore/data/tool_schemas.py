@@ -3,38 +3,39 @@
 [{"type": "function", "function": {"name": ..., "parameters": ...}}]
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from stable_opd_mcore.data.messages import without_nulls
+from stable_opd_mcore.data.messages import from_text, without_nulls
 from stable_opd_mcore.errors import DataError
 
 Tool = Mapping[str, Any]
+_NAMES = {"input_schema": "parameters", "inputSchema": "parameters"}
+_FRAME = ("type", "cache_control")
 
 
 def parse_tools(value: object) -> tuple[Tool, ...]:
-    """The schemas in a value or in its JSON text; () for a value of another form.
+    """The schemas in a value or in its text; () for a value of another form.
 
-    A function may stand there without its frame: {"name": ..., "parameters": ...}. Nulls are left
-    out: a table has the names of all other schemas' keys as null.
+    A function may stand there without its frame: {"name": ..., "parameters": ...}, also with the
+    names of Anthropic and MCP, or in Gemini's list. Nulls are left out: a table has the names of
+    all other schemas' keys as null.
     """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return ()
+    value = from_text(value)
     if isinstance(value, list | tuple):
         parts = cast("Sequence[object]", value)
         return tuple(tool for each in parts for tool in parse_tools(each))
     if not isinstance(value, Mapping):
         return ()
     tool = cast("Mapping[str, Any]", value)
+    if listed := tool.get("function_declarations") or tool.get("functionDeclarations"):
+        return parse_tools(listed)
+    function = {_NAMES.get(key, key): each for key, each in tool.items() if key not in _FRAME}
     if isinstance(tool.get("function"), Mapping):
         framed = without_nulls({"type": "function", **tool})
-    elif "parameters" in tool:
-        framed = without_nulls({"type": "function", "function": dict(tool)})
+    elif "parameters" in function or function.keys() == {"name", "description"}:
+        framed = without_nulls({"type": "function", "function": function})
     else:
         return ()
     return (framed,) if isinstance(framed["function"].get("name"), str) else ()

@@ -35,6 +35,15 @@ def object_in_line(line: bytes | str, place: str) -> dict[str, Any]:
     return _object(line, place, "every line must be one object, complete, in UTF-8")
 
 
+def list_in_file(text: bytes, path: Path) -> list[dict[str, Any]]:
+    """The objects of the one list in a file; a DataError if it is anything else."""
+    rows = _value(text, str(path), "a file of rows is one list of objects, in UTF-8")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}:{number}: a JSON {type(row).__name__}; write an object a row")
+    return rows
+
+
 class _TwoValuesError(ValueError):
     """A key stands twice in an object; json would keep its last value."""
 
@@ -49,16 +58,20 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _object(text: bytes | str, place: str, remedy: str) -> dict[str, Any]:
+    value = _value(text, place, remedy)
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: a JSON {type(value).__name__}, not an object; {remedy}")
+    return cast("dict[str, Any]", value)
+
+
+def _value(text: bytes | str, place: str, remedy: str) -> Any:
     """Parsed by json: orjson refuses half an emoji, which a decoder may leave."""
     try:
-        value = json.loads(text, object_pairs_hook=_distinct)
+        return json.loads(text, object_pairs_hook=_distinct)
     except _TwoValuesError as error:
         raise DataError(f"{place}: {error}; keep the right one") from None
     except (ValueError, RecursionError) as error:  # no JSON, not UTF-8, nested too deep
         raise DataError(f"{place}: not valid JSON: {error}; {remedy}") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{place}: a JSON {type(value).__name__}, not an object; {remedy}")
-    return cast("dict[str, Any]", value)
 
 
 def validated(model: type[_Model], record: dict[str, Any], place: str) -> _Model:

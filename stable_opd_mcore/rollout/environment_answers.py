@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from stable_opd_mcore.data.messages import split_parts
+from stable_opd_mcore.data.messages import THOUGHT, read_message
+from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.host.user_code import InvalidValueError, as_number, plain_text
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 MAX_ANSWER_BYTES = 32 * 2**20  # JSON writes a character in up to 12
 _ROLES = ("user", "tool")
 _ROLES_OF_A_CONTEXT = ("system", "user", "assistant", "tool")  # a prompt, or a restart
-_MORE_KEYS = {"tool": {"name", "tool_call_id"}, "assistant": {"tool_calls"}}
 _METRIC = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _EXPECTED = (
     "a text (a message of the user), a list of messages "
@@ -141,46 +141,26 @@ def _tools(given: object) -> list[dict[str, Any]] | None:
 
 
 def _message(given: object, roles: Sequence[str]) -> dict[str, Any]:
-    message = cast("Mapping[Any, Any]", given if isinstance(given, Mapping) else {})
-    role, content = message.get("role"), message.get("content")
-    more = _MORE_KEYS.get(role, set()) if isinstance(role, str) else set[str]()
-    if isinstance(content, list | tuple):
-        text, thoughts, others = split_parts(cast("Sequence[object]", content))
-        content = None if thoughts or others else text
-    calls = message.get("tool_calls")
-    if content is None and calls:
-        content = ""
-    if not message.keys() <= {"role", "content"} | more or not isinstance(content, str):
+    try:
+        if isinstance(given, Mapping) and not given.keys() & {"content", "tool_calls"}:
+            raise ValueError("it has no content")
+        ((found,), unread) = read_message(given, "the message")
+        if THOUGHT in found or unread:
+            raise ValueError(f"{', '.join(sorted(unread)) or THOUGHT} is not read")
+        calls = {key: json.loads(json.dumps(found[key])) for key in found if key == "tool_calls"}
+    except (DataError, TypeError, ValueError) as error:
         raise InvalidValueError(
             f"the episode yielded the message {shown(given)}; expected "
             '{"role": ..., "content": text or parts of text}, in which a tool message may have '
-            "name and tool_call_id, and an assistant's tool_calls"
-        )
-    if role not in roles:
+            f"name and tool_call_id, and an assistant's tool_calls: {error!s:.300}"
+        ) from error
+    if found["role"] not in roles:
         raise InvalidValueError(
-            f"the episode yielded a message with the role {shown(role)}; expected "
+            f"the episode yielded a message with the role {shown(found['role'])}; expected "
             f"{' or '.join(roles)}"
         )
-    found: dict[str, Any] = {"role": str(role), "content": plain_text(content)}
-    if calls and not content:
-        found["content"] = None  # templates ask whether there is a text
-    found |= {k: plain_text(str(message[k])) for k in ("name", "tool_call_id") if k in message}
-    if calls:
-        try:
-            found["tool_calls"] = [_call(json.loads(json.dumps(call))) for call in calls]
-        except (TypeError, ValueError, LookupError) as error:
-            raise InvalidValueError(
-                f"the episode yielded the tool_calls {shown(calls)}; expected OpenAI's form"
-            ) from error
-    return found
-
-
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, as templates expect; OpenAI writes their JSON."""
-    function = call["function"]
-    if isinstance(function["arguments"], str):
-        function["arguments"] = json.loads(function["arguments"])
-    return call
+    texts = {k: each and plain_text(each) for k, each in found.items() if k != "tool_calls"}
+    return texts | calls
 
 
 def shown(value: object) -> str:

@@ -39,6 +39,11 @@ def call_of(arguments):
     return {"function": {"name": "add", "arguments": arguments}}
 
 
+CALL_7 = {**CALL, "tool_calls": [{**call_of({"a": 1}), "id": "7"}]}
+USE = {"type": "tool_use", "id": "7", "name": "add", "input": {"a": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "7"}
+
+
 def rows_of(path, *conversations, answer=None, **columns):
     lines = [json.dumps({"messages": each, "solution": "S", "gold": "4"}) for each in conversations]
     path.write_text("\n".join(lines))
@@ -60,6 +65,11 @@ def test_the_last_assistant_turn_is_the_golden_solution(tmp_path):
     assert {row.answer for row in rows} == {"4"}
     (row,) = rows_of(tmp_path / "m.jsonl", [ASK], solution=None)
     assert row.solution is None
+    names = ColumnsConfig(messages="prompt", solution="completion", answer=None)
+    for said, solution in (([TWO], "It is 2."), ('[{"name": "add"}]', '[{"name": "add"}]')):
+        (tmp_path / "m.jsonl").write_text(json.dumps({"prompt": [ASK], "completion": said}))  # TRL
+        (row,) = load_rows(SourceConfig(path=str(tmp_path / "m.jsonl"), columns=names))
+        assert (row.messages, row.solution) == ((ASK,), solution)
 
 
 def shared(name, value):
@@ -93,6 +103,49 @@ def shared(name, value):
         (
             [ASK, shared("function_call", '[{"name": "add", "arguments": "{}"}]'), TOOL, TWO],
             [ASK, {**CALL, "tool_calls": [{"type": "function", **call_of("{}")}]}, TOOL, TWO],
+        ),
+        ([shared("User", "1+1?"), shared("ASSISTANT", "It is 2.")], [ASK, TWO]),
+        ({"role": ["user", "assistant"], "content": ["1+1?", "It is 2."]}, [ASK, TWO]),
+        (str([ASK, TWO]), [ASK, TWO]),  # a table of text wrote it
+        ([{"type": "human", "content": "1+1?"}, {"type": "ai", "content": "It is 2."}], [ASK, TWO]),
+        (
+            [
+                {"role": "user", "parts": [{"text": "1+"}, {"text": "1?"}]},
+                {"role": "model", "parts": [{"text": "It is 2."}]},
+            ],
+            [ASK, TWO],
+        ),
+        (
+            [
+                {
+                    "type": "message",
+                    "role": "user",
+                    "content": {"type": "input_text", "text": "1+1?"},
+                },
+                {"role": "assistant", "channel": "analysis", "content": "Hm."},
+                {"role": "assistant", "channel": "final", "content": "It is 2."},
+            ],
+            [ASK, {**TWO, "thinking": "Hm."}],
+        ),
+        (
+            [
+                ASK,
+                {"role": "assistant", "content": [USE, {"type": "text", "text": "I add."}]},
+                {"role": "user", "content": [{**RESULT, "content": [{"text": "2"}]}]},
+                TWO,
+            ],
+            [ASK, {**CALL_7, "content": "I add."}, TOOL, TWO],
+        ),
+        *(
+            (
+                [ASK, {"role": "assistant", "tool_calls": [call]}, TOOL, TWO],
+                [ASK, CALL_7, TOOL, TWO],
+            )
+            for call in (
+                {"type": "tool_call", "id": 7, "name": "add", "args": {"a": 1}},
+                {"index": 0, "id": "7", "function": {"name": "add", "parameters": "{'a': 1}"}},
+                {"id": "7", **call_of(json.dumps('{"a": 1}'))},
+            )
         ),
     ],
 )
@@ -138,9 +191,15 @@ HOSTILE = [  # more, with their remedies: test_remedies.py
     ),
     ([{"role": "user", "content": True}], "message 0: content holds bool, not text"),
     ([{"from": "human", "value": ""}], "message 0: column 'content' (message) is empty"),
-    ([ASK, {"from": "function_call", "value": "add(1)"}], "message 1: tool call {'type': 'fun"),
+    (
+        [ASK, {"from": "function_call", "value": "add(1)"}],
+        "message 1: tool call 'add(1)'; write {fun",
+    ),
     ([{"role": "user", "content": "\ud800"}], "has a lone surrogate"),
-    ([{**ASK, "tool_calls": [1]}], "message 0 has tool_calls; of a message of this role, only"),
+    (
+        [{**ASK, "tool_calls": [1]}],
+        "message 0 has keys that are not read of a message of this role, tool_calls",
+    ),
     ([ASK, {**TWO, "tool_calls": [{"id": "1"}]}], "message 1: tool call {'id': '1'}; write {f"),
     ([ASK, {**TWO, "tool_calls": "add"}], "message 1: tool call 'add'; write {function: {na"),
     ([ASK, {**TWO, "tool_calls": [call_of("[1]")]}], "message 1: tool call {'function'"),
@@ -187,6 +246,9 @@ FRAMED = {"type": "function", "function": WEATHER}
         ({"tools": [BARE]}, [ASK], BARE),
         ({"tools": json.dumps([BARE])}, [ASK], BARE),
         ({"functions": [WEATHER]}, [ASK], FRAMED),
+        ({"tools": [{"name": "get_weather", "input_schema": {"type": "object"}}]}, [ASK], FRAMED),
+        ({"tools": str([{"type": "function", **WEATHER}])}, [ASK], FRAMED),
+        ({"tools": {"function_declarations": [WEATHER]}}, [ASK], FRAMED),
         ({"tools": [WEATHER]}, None, FRAMED),
         ({"tools": [FRAMED]}, [ASK, {**CALL, "content": "get_weather"}, TOOL], FRAMED),
         ({"tools": [BARE]}, [POLICY, ASK], BARE),

@@ -47,19 +47,18 @@ CASES = [  # columns, the row, words of its remedy, and for each remedy the colu
     (TALK, talk("1+1?"), r"message 0 is '1\+1\?'; write \{role: ..., content: ...\}",
      [(TALK, talk(ASK))]),
     (TALK, talk(given("narrator")), "write one of these", [(TALK, talk(ASK))]),
-    (TALK, talk(ASK, SYSTEM), "message 1: role 'system' after another message; expected it only as "
-     ".*move it there, or make it a user message",
-     [(TALK, talk(SYSTEM, ASK)), (TALK, talk(ASK, given("user", "Add.")))]),
+    (TALK, talk(ASK, SYSTEM), "no user turn to answer before message 2.*add it or remove the row",
+     [(TALK, talk(ASK, SYSTEM, ASK))]),
     (TALK, talk(ASK, reply()), "message 1: role 'tool' and no turn of the assistant before it; add "
      "the turn that calls the tool, or make it a user message",
      [(TALK, talk(ASK, calling("a"), reply())), (TALK, talk(ASK, given("user", "2")))]),
     (TALK, talk({**ASK, "weight": 1}), "remove the key or the row", [(TALK, talk(ASK))]),
     (TALK, talk(given("user", [{"type": "image_url"}, {"type": "text", "text": "1+1?"}])),
-     r"only parts of text .* \{type: text, text: ...\}: write it as text",
+     r"only parts of text .* \{type: text, text: ...\}.*: write it as one text",
      [(TALK, talk(given("user", [{"type": "text", "text": "1+1?"}])))]),
-    (TALK, talk(given("user", {"a": 1})), "message 0: content holds dict, not text.*one text",
+    (TALK, talk(given("user", {"a": 1})), "message 0: content has a part {'a': 1}.*one text",
      [(TALK, talk(ASK))]),
-    (TALK, talk(ASK, given("assistant", [{"type": "tool_use", "name": "add", "input": {"a": 1}}])),
+    (TALK, talk(ASK, given("model", [{"functionCall": {"name": "add", "args": {"a": 1}}}])),
      "write a call as tool_calls of the message, and its reply as a message of tool",
      [(TALK, talk(ASK, calling("a"), reply()))]),
     (TALK, talk(given("user", " ")), "'content' .message. is empty.*fill it", [(TALK, talk(ASK))]),
@@ -150,7 +149,8 @@ FILES = [  # the file's text, settings of its source, words of the remedy, and w
     (GOOD[:-1], {}, "every line must be one object, complete", GOOD, {}),
     ('{"problem": "1", "problem": "2", "answer": "3"}', {}, "keep the right one", GOOD, {}),
     ("", {}, "no rows in it.*check the file and data split", GOOD, {}),
-    (GOOD, {"path": "rows.json"}, r"unknown kind of file; use \.jsonl", GOOD, {}),
+    (GOOD, {"path": "rows.txt"}, r"unknown kind of file; expected .jsonl.* convert it", GOOD, {}),
+    ("[1]", {"path": "rows.json"}, "an object a row", f"[{GOOD}]", {"path": "rows.json"}),
     (GOOD, {"path": "none.jsonl"}, "no such file; check data.*path", GOOD, {}),
     (GOOD, {"path": "me/none"}, r"correct data.*path, or give .*a revision", GOOD, {}),
     (GOOD, {"path": "me/no/rows"}, r"nor a hub id .*check data.*path", GOOD, {}),
@@ -165,7 +165,7 @@ def test_a_file_that_follows_the_remedy_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def read(text, settings):
-        for name in ("rows.jsonl", "rows.json", "rows.parquet"):
+        for name in ("rows.jsonl", "rows.json", "rows.txt", "rows.parquet"):
             Path(name).write_text(text)
         return load_rows(SourceConfig.model_validate({"path": "rows.jsonl"} | settings))
 
