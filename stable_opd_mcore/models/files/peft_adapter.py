@@ -35,14 +35,19 @@ from stable_opd_mcore.models.files.expert_stacks import Place, place
 from stable_opd_mcore.models.files.peft_settings import CONFIG, WEIGHTS, read_settings
 from stable_opd_mcore.models.tensors import HEAD, hf_shapes
 
-_WRAPPERS = {"base_model", "model", "language_model", "module", "_orig_mod", "_fsdp_wrapped_module"}
+_WRAPPERS = {"base_model", "model", "language_model", "module"}
+_WRAPPED = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _PART = re.compile(
     r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector"
     r"|token_adapter\.trainable_tokens_delta)(\..+)?"
 )
 _WHOLE = re.compile(r"\.(?:base_layer|modules_to_save(?:\.\w+(?=\.))?)(?=\.)")
 _STACK = re.compile(r"(.+\.experts)((?:\.base_layer)*)")
-_OF_TINKER = re.compile(r"\.unembed_tokens\.|\.experts\.w[123]\.")
+_FOREIGN = {  # names of other programs, and what writes PEFT's
+    r"\.unembed_tokens\.|\.experts\.w[123]\.": "tinker_cookbook.weights.build_lora_adapter",
+    r"\.linear_(?:qkv|proj|fc1|fc2)\.": "Megatron-Bridge's export_adapter_ckpt",
+    r"lora_(?:[ab]|down|up)\b": "the program that trained it (MLX, torchtune and Kohya name so)",
+}
 _EMBEDDING = "embed_tokens.weight"
 _PEFTS = "base_model.model."  # before a module's name, which PEFT's patterns match
 # The parameters of a module of stacked experts, in the order in which PEFT wraps them
@@ -112,15 +117,21 @@ class PeftAdapter:
             names: list[str] = self._tensors.keys()
         except (OSError, SafetensorError) as error:
             remedy = "copy or download it again"
+            others = sorted(each.name for each in self.file.parent.glob("*.safetensors"))
             if not self.file.exists() and self.file.with_suffix(".bin").exists():
                 remedy = "a pickle (.bin) is not read: load the adapter with PEFT and save it again"
+            elif not self.file.exists() and others:
+                remedy = f"there is {others[0]}, not of PEFT: write the adapter in PEFT's form"
             raise UserError(f"{self.file}: not readable: {error}; {remedy}") from error
         self._read = lru_cache(maxsize=4)(self._tensors.get_tensor)  # stacks, for many experts
         modules: dict[str, dict[str, str]] = {}  # module -> part of its change -> tensor
         for name in names:
-            match = _PART.fullmatch(name)
+            clean = _WRAPPED.sub("", name)
+            if ".original_module." in clean:  # the base's own, next to what replaces it
+                continue
+            match = _PART.fullmatch(clean)
             if match is None:
-                short = short_name(_WHOLE.sub("", name))
+                short = short_name(_WHOLE.sub("", clean))
                 self._require_place(short, name)
                 self._claim(self._whole, short, name)
                 continue
@@ -151,10 +162,10 @@ class PeftAdapter:
         is_head = short == HEAD and self._architecture.tied
         if short in self._shapes or short in self._places or is_head or self._is_carried(short):
             return
-        if _OF_TINKER.search(name):
+        if writer := next((of for form, of in _FOREIGN.items() if re.search(form, name)), None):
             raise UserError(
-                f"{self.file}: tensor {name} is named as Tinker names it; write the adapter in "
-                "PEFT's form with tinker_cookbook.weights.build_lora_adapter"
+                f"{self.file}: tensor {name} is not named as PEFT names it; write the adapter in "
+                f"PEFT's form with {writer}"
             )
         if not re.search(r"\.\d+\.", name):  # in no layer
             raise UserError(

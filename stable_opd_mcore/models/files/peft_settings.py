@@ -21,7 +21,14 @@ MERGED_SETTINGS: dict[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
     "use_bdlora": (None, False),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the base
+    "init_lora_weights": (
+        True,
+        False,
+        None,
+        "gaussian",
+        "orthogonal",
+        "eva",
+    ),  # others change the base
 }
 # What PEFT cannot merge either: methods that add to what a model reads, or that act by it
 _METHODS_BY_INPUT = (
@@ -39,7 +46,9 @@ def read_settings(directory: Path) -> dict[str, Any]:
     """
     file = directory / CONFIG
     if not file.is_file():
-        raise UserError(f"{file}: no such file; give a directory that PEFT has saved")
+        inside = sorted(str(each.parent) for each in directory.glob(f"*/{CONFIG}"))
+        more = f", such as {' or '.join(inside[:3])}" if inside else ""
+        raise UserError(f"{file}: no such file; give a directory that PEFT has saved{more}")
     fields = read_json_object(file)
     if not fields.keys() & {"peft_type", "r"}:
         raise UserError(

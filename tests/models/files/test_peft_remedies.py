@@ -67,6 +67,14 @@ MERGED = [  # family, tensors, settings; the remedy; tensors, settings and model
     ("qwen3", GOOD, {"r": "x"}, COPY, (GOOD, {}, {})),
     ("qwen3", GOOD, {"r": "absent", "peft_type": "absent"}, IN_PEFTS, (GOOD, {}, {})),
     ("qwen3", pair("model.unembed_tokens", 9, 9), {}, IN_PEFTS, (pair("lm_head", 53, 32), {}, {})),
+    *(
+        ("qwen3", pair(name, 9, 9), {}, f"{IN_PEFTS} with {writer}", (GOOD, {}, {}))
+        for name, writer in [
+            ("layers.0.self_attention.linear_qkv", "Megatron-Bridge's"),
+            ("lora_te_layers_0.lora_down", "the program that trained it"),
+            ("layers.0.self_attn.q_proj.lora_a", "the program that trained it"),
+        ]
+    ),
     ("qwen3", GOOD, {"rank_pattern": {"q": "x"}}, COPY, (GOOD, {}, {})),
     ("qwen3", pair(Q, 32, 32, 6), {}, "copy both files again", (GOOD, {}, {})),
     ("qwen3", TOKENS, {}, "copy both again", (TOKENS, {"trainable_token_indices": [7, 3]}, {})),
@@ -138,15 +146,24 @@ def test_what_only_peft_merges_says_so(family, tensors, settings, tmp_path) -> N
         merge(tmp_path, tiny.architecture(family))
 
 
-def test_a_pickle_that_is_saved_again_is_merged(tmp_path) -> None:
+def test_files_that_are_saved_again_are_merged(tmp_path) -> None:
     write(tmp_path, GOOD, {})
-    file = tmp_path / "adapter_model.safetensors"
-    for name in ("adapter_model.bin", file.name):
+    file, architecture = tmp_path / "adapter_model.safetensors", tiny.architecture("qwen3")
+    own = file.name
+    for name, words in (
+        ("adapter_model.bin", "load the adapter with PEFT and save it again"),
+        ("adapters.safetensors", f"there is adapters.safetensors, not of PEFT: {IN_PEFTS}"),
+    ):
         file = file.rename(tmp_path / name)
-        if file.suffix == ".bin":
-            with pytest.raises(UserError, match="load the adapter with PEFT and save it again"):
-                merge(tmp_path, tiny.architecture("qwen3"))
-    merge(tmp_path, tiny.architecture("qwen3"))
+        with pytest.raises(UserError, match=words):
+            merge(tmp_path, architecture)
+    file.rename(tmp_path / own)
+    merge(tmp_path, architecture)
+    inside = tmp_path / "run" / "default"
+    inside.mkdir(parents=True)
+    write(inside, GOOD, {})
+    with pytest.raises(UserError, match=rf"PEFT has saved, such as {inside}$"):
+        merge(inside.parent, architecture)
 
 
 def layer_pairs(matrices: tuple[str, ...] | None, rank: int = 4) -> Shapes:
