@@ -46,19 +46,23 @@ from stable_opd_mcore.models.weights import (
 _GATES = (".router.", ".gate_weight")  # which experts a token passes, and how much of a shared one
 
 
-def adapt(chunks: Sequence[Module], lora: LoraConfig, seed: int = 0) -> None:
+def adapt(
+    chunks: Sequence[Module], lora: LoraConfig, seed: int = 0, is_trained: bool = True
+) -> None:
     """Freeze the chunks and give the chosen matrices of their layers a new pair of factors each.
 
     Args:
         lora: `path` is not read.
         seed: for the values of A, which do not depend on the layout.
+        is_trained: False for a teacher's, of which a pipeline stage may have none.
 
     Raises:
         UserError: a matrix that has no factors yet, a name that no matrix has, or a pipeline stage
-            without any factor.
+            without any factor to train.
     """
     adapted_shapes(architecture_of(chunks), lora.matrices)  # refuses unknown names
-    _require_some(chunks, lora)
+    if is_trained:
+        _require_some(chunks, lora)
     for model in map(unwrap, chunks):
         model.requires_grad_(False)
         model.factors.form = _form(lora, model.architecture)

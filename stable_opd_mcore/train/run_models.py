@@ -373,7 +373,8 @@ class RunModels:
         (chunks,) = base.args
         if None in self.in_turn:
             self._memory.take_turn(*phases.turn_of(None))
-        adapt(chunks, adapter_form(directory, architecture_of(chunks), name))
+        form = adapter_form(directory, architecture_of(chunks), name)
+        adapt(chunks, form, is_trained=False)
         load_factors(chunks, directory)
         factors = set_apart(chunks)
         return partial(base, around=lambda _: switched_on(factors, chunks))
