@@ -112,7 +112,8 @@ def read_user_function(
         if optional is not None and optional in signature.parameters:
             found, parameters = replace(found, takes_optional=True), (*parameters, optional)
         signature.bind(*parameters)
-        found = replace(found, is_async=inspect.isasyncgenfunction(function))
+        both = inspect.unwrap(function), type(function).__call__  # decorated, or an object
+        found = replace(found, is_async=any(map(inspect.isasyncgenfunction, both)))
     except TypeError as error:
         given = f"{name}{inspect.signature(function)}"
         raise ConfigError(f"{path}: {given} cannot be called: {error}; {wanted}") from error

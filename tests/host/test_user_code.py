@@ -135,3 +135,18 @@ def test_what_was_read_runs_in_any_process_after_the_file_has_changed(tmp_path):
     path.write_text("1 / 0")
     with pytest.raises(ConfigError, match="importing it fails: ZeroDivisionError"):
         read_user_function(named, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("source", "is_async"),
+    [
+        ("async def f(row, seed):\n    yield 1", True),
+        ("import functools\nasync def g(row, seed):\n    yield 1\n"
+         "f = functools.wraps(g)(lambda *both: g(*both))", True),
+        ("class G:\n    async def __call__(self, row, seed):\n        yield 1\nf = G()", True),
+        ("def f(row, seed):\n    yield 1", False),
+    ],
+)  # fmt: skip
+def test_an_asynchronous_function_is_known_also_inside_another(tmp_path, source, is_async):
+    (tmp_path / "own.py").write_text(source)
+    assert read_user_function(f"{tmp_path}/own.py:f", ("row", "seed")).is_async == is_async
