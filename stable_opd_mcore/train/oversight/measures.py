@@ -133,9 +133,16 @@ def refuse_collapsed(
             remedy = f"{start} it"
         else:
             remedy = f"{start} the model that `stable-opd convert` makes of it"
+    remedy += " and other settings, or continue unguarded with guard.policy=warn --accept-changes"
+    if run.overlap is not None and not run.objective.stop_ids:
+        own, others = run.overlap.student.stop_ids, run.overlap.teacher.stop_ids
+        if {*own} != {*others}:
+            remedy += (
+                ". The student stops on other tokens than the teacher, which by itself may be the "
+                "cause: set objective.stop_class=true"
+            )
     raise CollapsedError(
         f"{files.path}: the guard stopped the run after step {state.step}: the rollouts stayed "
         f"collapsed through {state.guard.rollbacks} returns to a healthy checkpoint. Evidence: the "
-        f"guard's events in metrics.jsonl, and report.html. {remedy} and other settings, or "
-        "continue unguarded with guard.policy=warn --accept-changes"
+        f"guard's events in metrics.jsonl, and report.html. {remedy}"
     )

@@ -42,7 +42,8 @@ def config_of(directory: Path, name: str, **sections):
         directory,
         name,
         student={"architecture": tiny_architecture(16, 2)},
-        teacher={"architecture": tiny_architecture(32, 2)},
+        teacher={"architecture": tiny_architecture(32, 2), "stop_token_ids": [0]},
+        objective={"name": "opd", "stop_class": False},
         rollout=rollout,
         sampling=sections.pop("sampling", {"max_new_tokens": 8}),
         optimizer={"lr": 2e-2, "warmup_steps": 20},
@@ -149,6 +150,8 @@ def test_stopped_run_has_a_report_and_names_the_healthy_checkpoint(runs):
     assert healthy.is_dir()  # kept although checkpoint.keep is 1
     assert str(healthy) in message
     assert "after step 10" in message
+    assert "--accept-changes. The student stops on other tokens than the teacher" in message
+    assert message.endswith("set objective.stop_class=true")
     assert (runs / "whole" / "report.html").is_file()
     assert not (runs / "whole" / "model").exists()
     run_ranks(1, run_to_collapse, str(runs), "whole", {})  # resumed: it stays stopped
