@@ -91,8 +91,8 @@ def _number(cell: str | None) -> float | None:
 
 
 def read_runs(directories: Sequence[Path]) -> dict[Key, list[tuple[int, Row]]]:
-    """As `read_traces`, of runs' directories; the arm is the directory and the one it is in. Says
-    which runs have no rollouts and are left out.
+    """As `read_traces`, of runs' directories, which are the arms. Says which runs have no rollouts
+    and are left out.
     """
     runs: dict[Key, list[tuple[int, Row]]] = {}
     for directory in directories:
@@ -104,7 +104,7 @@ def read_runs(directories: Sequence[Path]) -> dict[Key, list[tuple[int, Row]]]:
             if row.get("rollout/truncation_rate") is not None
         ]
         if steps:
-            runs["", "/".join(directory.absolute().parts[-3:]), ""] = steps
+            runs["", str(directory), ""] = steps
         else:
             print(f"{directory}: no rollouts, not replayed", file=sys.stderr)
     return runs
