@@ -76,9 +76,10 @@ def _listed(value: object, where: str) -> list[Any]:
     """The messages in a list, its text, or a table's columns."""
     value = from_text(value)
     columns = cast("Mapping[str, Any]", value if isinstance(value, Mapping) else {})
-    if columns and all(isinstance(each, list) for each in columns.values()):  # of a table
-        rows = zip(*columns.values(), strict=False)
-        value = [dict(zip(columns, row, strict=False)) for row in rows]
+    lengths = {len(each) if isinstance(each, list) else None for each in columns.values()}
+    if len(lengths) == 1 and None not in lengths:  # of a table
+        rows = zip(*columns.values(), strict=True)
+        value = [dict(zip(columns, row, strict=True)) for row in rows]
     if not isinstance(value, list) or not value:
         found = cast("object", value)
         raise DataError(

@@ -184,6 +184,7 @@ HOSTILE = [  # more, with their remedies: test_remedies.py
     ),
     ([{"content": "x"}], "message 0: role None"),
     ([{"role": ["user"], "content": "x"}], "message 0: role ['user']"),
+    ({"role": ["user", "assistant"], "content": ["x"]}, "holds dict {'role': ['user'"),
     ([{"role": "user"}], "message 0: column 'content' (message) is empty"),
     (
         [{"role": "user", "content": [{"type": "text"}]}],
