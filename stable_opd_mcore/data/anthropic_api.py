@@ -75,7 +75,10 @@ def _system(content: Any) -> list[Message]:
     blocks = cast("list[Any]", content if isinstance(content, list) else [content])
     parts = [split_parts([block]) for block in blocks]
     if any(part.others for part in parts):
-        raise refused(f"system={content!s:.60}: the student reads only text; send blocks of it")
+        raise refused(
+            f"system={content!s:.60}: the student reads only text; send blocks of it",
+            "unsupported_content",
+        )
     texts = [part.text for part in parts]
     text = "\n".join(each for each in texts if each and not each.startswith(_ACCOUNTING))
     return [{"role": "system", "content": text}] if text else []

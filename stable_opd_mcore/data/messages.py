@@ -39,6 +39,10 @@ _OTHER_KEYS = {  # the first that a message has counts
 _UNREAD = {"type", "index"}  # of messages and calls: they say nothing
 
 
+class OtherContent(DataError):
+    """Content that is not text, such as an image."""
+
+
 @dataclass
 class Parts:
     """A content in parts."""
@@ -131,7 +135,7 @@ def _parts(content: object, place: str) -> Parts:
         remedy = "write it as one text"
         if isinstance(part, Mapping) and any("unction" in str(key) for key in cast("Any", part)):
             remedy = "write a call as tool_calls of the message, and its reply as a message of tool"
-        raise DataError(
+        raise OtherContent(
             f"{place}: content has a part {part!r:.60}; only parts of text are read, "
             f"{{type: text, text: ...}}, and no images, audio or files: {remedy}"
         )

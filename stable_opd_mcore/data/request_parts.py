@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from stable_opd_mcore.data.chat_api import RequestError, canonical_json
-from stable_opd_mcore.data.messages import Message, read_message
+from stable_opd_mcore.data.messages import Message, OtherContent, read_message
 from stable_opd_mcore.data.tool_schemas import Tool, parse_tools
 from stable_opd_mcore.errors import DataError
 
@@ -96,6 +96,8 @@ def read_messages(value: Any) -> tuple[tuple[Message, ...], set[str]]:
     for number, given in enumerate(cast("list[Any]", value)):
         try:
             messages, unread = read_message(given, f"messages[{number}]")
+        except OtherContent as error:
+            raise refused(str(error), "unsupported_content") from None
         except DataError as error:
             raise refused(str(error)) from None
         for call in (call for each in messages for call in each.get("tool_calls", ())):
