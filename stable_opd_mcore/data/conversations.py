@@ -76,9 +76,9 @@ def _listed(value: object, where: str) -> list[Any]:
     """The messages in a list, its text, or a table's columns."""
     value = from_text(value)
     columns = cast("Mapping[str, Any]", value if isinstance(value, Mapping) else {})
-    lengths = {len(each) if isinstance(each, list) else None for each in columns.values()}
-    if len(lengths) == 1 and None not in lengths:  # of a table
-        rows = zip(*columns.values(), strict=True)
+    lists = [cast("list[Any]", each) for each in columns.values() if isinstance(each, list)]
+    if columns and len(lists) == len(columns) and len({*map(len, lists)}) == 1:  # of a table
+        rows = zip(*lists, strict=True)
         value = [dict(zip(columns, row, strict=True)) for row in rows]
     if not isinstance(value, list) or not value:
         found = cast("object", value)

@@ -74,8 +74,8 @@ def feedback(row: Mapping[str, Any], rollout: Any, others: Sequence[Any]) -> str
 
 
 def sibling(row: Mapping[str, Any], rollout: Any, others: Sequence[Any]) -> str | None:
-    right = [other.text for other in others if other.reward == 1]
-    return with_note(row, right and "".join(f"{step};" for step in steps_of(min(right, key=len))))
+    right = min((other.text for other in others if other.reward == 1), key=len, default="")
+    return with_note(row, "".join(f"{step};" for step in steps_of(right)))
 
 
 def sibling_or_feedback(row: Mapping[str, Any], rollout: Any, others: Sequence[Any]) -> str | None:
@@ -102,8 +102,9 @@ def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def settings(kind: str, *changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged: Any = OmegaConf.merge(OmegaConf.load(DEMO / f"{kind}.yaml"), *changes)
-    return OmegaConf.to_container(merged)
+    merged = OmegaConf.merge(OmegaConf.load(DEMO / f"{kind}.yaml"), *changes)
+    found: Any = OmegaConf.to_container(merged)
+    return found
 
 
 def student_run(home: Path, seed: int) -> dict[str, Any]:
