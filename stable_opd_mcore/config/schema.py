@@ -243,29 +243,27 @@ class Config(Section):
 
     @property
     def _weights_of_teacher(self) -> Weights:
-        teacher = self.teacher
+        teacher, fp8 = self.teacher, self.fp8
         if teacher is None:
             return "teacher"
         if teacher.weights == "live":
             return "student"
-        same = self.fp8.teacher == self.fp8.student
-        if self.student.lora and same and (teacher.is_self or self._teacher_is_base):
+        has_base = teacher.is_self or self._has_files_of_student(teacher)
+        if self.student.lora and has_base and fp8.teacher == fp8.student:
             return "base"
         if not teacher.is_self:
             return "teacher"
-        same = self.fp8.teacher == self.fp8.reference and teacher.weights == "frozen"
+        same = fp8.teacher == fp8.reference and teacher.weights == "frozen"
         is_start = self.reference.path is None and self.reference.update == "never"
         return "reference" if self.largest_beta and is_start and same else "teacher"
 
-    @property
-    def _teacher_is_base(self) -> bool:
-        """Whether the teacher is in the trainer, alone or with adapters, and has the files of the
-        student, which a cold start would change."""
-        teacher, student = self.teacher, self.student
-        if teacher is None or teacher.is_served or teacher.in_turn or self.cold_start:
+    def _has_files_of_student(self, teacher: TeacherConfig) -> bool:
+        """Whether the trainer would load the same model for teacher and student. After a cold start
+        the student is another model."""
+        if teacher.is_served or teacher.in_turn or self.cold_start:
             return False
         keys = ("path", "revision", "architecture", "window", "rope_theta")
-        return all(getattr(teacher, key) == getattr(student, key) for key in keys)
+        return all(getattr(teacher, key) == getattr(self.student, key) for key in keys)
 
     @property
     def frozen_models_move(self) -> bool:

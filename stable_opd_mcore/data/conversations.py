@@ -1,4 +1,4 @@
-"""A conversation of a row: its messages in order, what of them is the prompt, and what is golden.
+"""Split a row's conversation into the turns of the prompt and the golden turns.
 
 An assistant's turn at its end is the golden solution, and the turns before it are the prompt. With
 `columns.golden: all` every turn of the assistant is golden, and the prompt ends before the first.
@@ -104,8 +104,8 @@ def _add(turn: Message, turns: list[Message], place: str) -> None:
 
 
 def _checked(turn: Message, place: str, text: Callable[[Mapping[str, Any], str], str]) -> Message:
-    """A turn with its content as `text` gives it, where it may not be empty. Null arguments of
-    calls count as absent: a table has the names of all other calls' arguments as null."""
+    """Check a turn's content with `text`, unless the content is empty and may be. Remove the null
+    arguments of calls: a table has a column for the arguments of every other call."""
     if calls := turn.get("tool_calls"):
         turn = {**turn, "tool_calls": without_nulls(calls)}
     content = turn["content"]

@@ -62,8 +62,8 @@ def with_system(messages: Sequence[Message], system: str | None) -> Sequence[Mes
 
 
 def read_message(value: object, place: str) -> tuple[list[dict[str, Any]], set[str]]:
-    """What one message is in OpenAI's form, with its text as it is, and its keys that are not read.
-    Several replies of tools in one message are messages of their own.
+    """Read one message into OpenAI's form, without changing its text. Returns a list, because each
+    tool reply in a message becomes a message, and the keys that were not read.
 
     Raises:
         DataError: no message, another role, content that is not text, calls that cannot be read.

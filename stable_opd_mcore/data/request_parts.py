@@ -101,7 +101,7 @@ def read_messages(value: Any) -> tuple[tuple[Message, ...], set[str]]:
         except DataError as error:
             raise refused(str(error)) from None
         for call in (call for each in messages for call in each.get("tool_calls", ())):
-            canonical_json(call)  # nested too deep for a comparison: refused here
+            canonical_json(call)  # refuses arguments that are nested too deep
         found += messages
         ignored |= {f"messages.{key}" for key in unread}
     return tuple(found), ignored

@@ -277,8 +277,8 @@ def of_factors(entry: Parameter, architecture: Architecture) -> Parameter:
 
 
 def is_in_fp8(entry: Parameter, architecture: Architecture) -> bool:
-    """Whether a layer's parameter is a matrix that FP8 is for: one that tensor ranks share, but for
-    decay and beta of a delta net, or an expert's."""
+    """Whether a layer multiplies this parameter in FP8. These are the matrices of experts and those
+    that are cut over tensor ranks, except for decay and beta of a delta net."""
     first = entry.hf_names[0]
     is_shared = entry.is_cut and ".in_proj_b" not in first
     return (is_shared or entry.is_expert) and len(hf_shape(first, architecture)) == 2

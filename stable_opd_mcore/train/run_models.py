@@ -118,15 +118,18 @@ class RunModels:
         self._served_scorer = partial(ServedScorer, world.is_last_stage, vocab_size=vocab_size)
 
     def _teach_by_base(self) -> None:
-        """Make the teachers that are the student's base, alone or with an adapter. The student must
-        not have its own factors yet: `set_apart` would take them out, too."""
+        """Build scorers on the student's base, and on the base with each teacher's adapter, where
+        `Config.weights_of` shares it. Runs before the student gets its own factors, because
+        `set_apart` removes all factors from the chunks."""
         settings, asks = self.config.teacher, [one.teacher_needs for one in self.objective.each]
         is_base = self.config.weights_of["teacher"] == "base" and {*asks} != {"none"}
         if settings is None or settings.is_self or not is_base:
             return
-        base = partial(base_only, self.student)
         self._teachers[None] = partial(
-            self._megatron_scorer, self.student, head=self.head, around=lambda _: base()
+            self._megatron_scorer,
+            self.student,
+            head=self.head,
+            around=lambda _: base_only(self.student),
         )
         for name, directory in settings.adapters.items():
             self._teachers[name] = self._adapter_teacher(name, directory)

@@ -80,7 +80,8 @@ def test_a_run_from_an_adapter_starts_as_the_trained_model(runs):
 
 
 def taught_by_adapters(path: Path) -> None:
-    """By the student's base and an adapter of it; once they are a model of their own."""
+    """Train with two teachers, the student's base and an adapter on it. The run `shared` uses the
+    student's weights for both, the run `own` loads the base again."""
     student = {"path": f"{path}/dense/model", "architecture": None, **LORA}
     models = {"tuned": {"adapter": f"{path}/dense/adapter"}}
     sources = [problems(8, 1)["train"] | {"name": name} for name in ("base", "tuned")]

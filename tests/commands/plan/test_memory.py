@@ -37,7 +37,7 @@ def test_low_rank_factors_need_neither_a_reference_nor_gradients_of_the_weights(
     assert held["Adam's state"] == 6 * factors / 2  # over two data-parallel ranks
     assert factors < held["student weights"] / 50
     assert "reference weights" not in held
-    assert "teacher weights" not in held  # it has the student's files
+    assert "teacher weights" not in held  # the teacher is the student's base
     other = make_plan(config_7b(tmp_path, *lora, "teacher.window=4096"), NODE)
     assert "teacher weights" in components(other)
     assert "reference weights" in components(
