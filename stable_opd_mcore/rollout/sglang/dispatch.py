@@ -52,9 +52,10 @@ from stable_opd_mcore.serving.requests import Call, Completion
 
 _ABORT_ALL = Call("POST", "/abort_request", {"rid": "", "abort_all": True})
 _ABORT_SECONDS = 0.2  # between two aborts of what is still in flight
-# A server computes a token in the time in which it reads the keys and values of about this many.
-# Dense models of 7B to 32B on H100 and H200 have 750 to 2,600, from their sizes (BENCHMARKS.md).
-_READ_PER_COMPUTED = 1024
+# A server computes a token in the time in which it reads the keys and values of about this many, by
+# its device. Dense models of 7B to 32B on H100 and H200 have 750 to 2,600, from their sizes; a CPU
+# has 18 to 26, measured (BENCHMARKS.md).
+_READ_PER_COMPUTED = {"cuda": 1024, "cpu": 24}
 
 
 class _Sent(NamedTuple):
@@ -70,8 +71,10 @@ class _Sent(NamedTuple):
 class Dispatcher:
     """Sends requests while not paused and members are ready. Safe to use from many threads."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, device: str = "cuda") -> None:
+        """device: the servers' kind."""
         self._fleet = fleet
+        self._read_per_computed = _READ_PER_COMPUTED[device]
         self._changed = threading.Condition()
         self._queue: list[tuple[tuple[int, bool, int, int], PromptRequests]] = []  # a heap
         self._num_submitted = 0
@@ -192,7 +195,7 @@ class Dispatcher:
         """
         length, known = len(prompt.episodes[sample].context), prompt.known_by(sample)
         sampled = self._replied_tokens.value() or prompt.request.sampling.max_new_tokens
-        lost = min(length, _READ_PER_COMPUTED) / sampled / 2
+        lost = min(length, self._read_per_computed) / sampled / 2
         return min(
             free, key=lambda m: m.in_flight + (0 if m.name in known else lost * (m.in_flight + 1))
         )

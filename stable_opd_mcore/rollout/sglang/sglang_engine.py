@@ -85,7 +85,7 @@ class SglangEngine(RolloutEngine):
         self._is_leader = is_leader(self.world)
         # requests that are sampled ahead, by step; an evaluation has another sampling or step
         self._ahead: dict[tuple[int, Sampling], list[PromptRequests]] = {}
-        self._dispatcher = Dispatcher(self.fleet)
+        self._dispatcher = Dispatcher(self.fleet, self.world.device.type)
         self._publisher = Publisher(
             self.config, self.world, self.chunks, self.fleet, self.transport, self.memory
         )

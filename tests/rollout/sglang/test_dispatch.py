@@ -289,15 +289,18 @@ def test_servers_have_equally_many_responses_and_each_at_most_its_share(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("length", "max_new_tokens", "both"),
-    [(2, 1, [9, 4]), (1024, 512, [9, 4]), (4096, 512, [9, 4]), (8, 64, [7, 6])],
+    ("length", "max_new_tokens", "device", "both"),
+    [
+        *((2, 1, "cuda", [9, 4]), (1024, 512, "cuda", [9, 4]), (4096, 512, "cuda", [9, 4])),
+        *((8, 64, "cuda", [7, 6]), (4096, 512, "cpu", [7, 6]), (2, 1, "cpu", [9, 4])),
+    ],
 )
 def test_a_prompt_stays_where_it_was_computed_until_waiting_there_costs_more(
-    tmp_path, length, max_new_tokens, both
+    tmp_path, length, max_new_tokens, device, both
 ):
     """Then another server has computed it, too."""
     fleet = fleet_over(tmp_path, AbortableServer(), AbortableServer())
-    dispatcher = Dispatcher(fleet)
+    dispatcher = Dispatcher(fleet, device)
     asked = replace(request(max_new_tokens=max_new_tokens, num_samples=4), token_ids=(1,) * length)
     more = replace(asked, sampling=replace(asked.sampling, num_samples=20))
     *first, prompt = prompts_of([asked, asked, more])
