@@ -18,12 +18,6 @@ def test_a_path_that_cannot_be_written_ends_with_one_line(tmp_path, monkeypatch,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-def test_prepare_says_that_it_needs_no_processes(tmp_path, monkeypatch, capsys):
-    """The option of an earlier release."""
-    assert exit_code(monkeypatch, "prepare", tmp_path / "none", "--processes", "2") == 2
-    assert capsys.readouterr().out.startswith("--processes has no effect any more")
-
-
 ONE = "--gpus-per-node 1"
 PLAN = f"plan {{smoke}} {ONE}"
 PLACED = f"topology {{smoke}} {ONE} --gpu cpu"
@@ -34,7 +28,6 @@ REFUSED = [  # a command line, words of its refusal, and what follows each remed
         ["report run --output page"],
     ),
     ("report run --port 9", "without --follow: .*; leave it out", ["report run"]),
-    ("report run --output kept", "is no report, so it is kept", ["report run --output page"]),
     (
         "score rows.jsonl more.jsonl",
         "no --output; give the directory of their verdicts",
@@ -65,7 +58,6 @@ REFUSED = [  # a command line, words of its refusal, and what follows each remed
     ]),
     (f"plan {{smoke}} {ONE} --gpu h99", "unknown; expected one of h100, h200", [PLAN]),
     (f"{PLAN} parallel.tensor=2", "does not divide 1 trainer GPU.*lower one", [PLAN]),
-    (f"{PLACED} --json --shell", "leave one out", [f"{PLACED} --json", f"{PLACED} --shell"]),
     (f"{PLACED} --hosts a,b", "but the run has 1: name each of its nodes", [f"{PLACED} --hosts a"]),
 ]  # fmt: skip
 

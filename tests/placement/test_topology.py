@@ -257,7 +257,7 @@ def test_external_servers_are_shared_without_places():
     assert [server.data_ranks for server in made.servers] == [(0, 1), (2, 3)]
 
 
-def test_the_command_prints_lines_shell_and_json(tmp_path):
+def test_the_command_prints_lines_and_assignments(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     arguments = ["topology", str(CONFIGS / "stable_opd_7b.yaml"), f"student.path={tmp_path}"]
     arguments += ["--nodes=2", "--server-nodes=1"]
@@ -281,7 +281,6 @@ def test_the_command_prints_lines_shell_and_json(tmp_path):
         "SERVERS_PER_NODE=8",
         "SERVER_TENSOR=1",
     ]
-    assert json.loads(printed("--json"))["servers"][7]["data_ranks"] == [3]
     assert "1 of tensor 1" in printed(
         "--gpu=cpu", "--gpus-per-node=4", "rollout.sglang.num_servers=1"
     )

@@ -68,7 +68,6 @@ def topology(
     gpus_per_node: GpusPerNode = 8,
     server_nodes: ServerNodes = 0,
     gpu: Annotated[str, typer.Option(help="h200, h100, or cpu for a test.")] = "h200",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     as_shell: Annotated[bool, typer.Option("--shell", help="Assignments for a script.")] = False,
     hosts: Annotated[
         str, typer.Option(help="Names of the nodes with commas, the trainer's first.")
@@ -77,16 +76,14 @@ def topology(
     """Show which ranks train where, and each SGLang server's GPUs and prompts."""
     from stable_opd_mcore.config.load import load_config
 
-    if as_json and as_shell:
-        raise UserError("--json and --shell are two forms of the output: leave one out")
     settings = load_config(config, overrides or [])
     from stable_opd_mcore.commands.plan import topology_text
     from stable_opd_mcore.commands.plan.planned_run import plan_topology
     from stable_opd_mcore.placement.hardware import Cluster
 
     derived = plan_topology(settings, Cluster(nodes, gpus_per_node, server_nodes), gpu)
-    if as_json or as_shell:
-        typer.echo(topology_text.as_json(derived) if as_json else topology_text.as_shell(derived))
+    if as_shell:
+        typer.echo(topology_text.as_shell(derived))
     else:
         places = topology_text.places(derived, hosts.split(",") if hosts else ())
         typer.echo("\n".join([*topology_text.lines(derived), *places]))

@@ -1,16 +1,9 @@
-"""A topology as `stable-opd topology` prints it: for people, for the Slurm scripts, as JSON."""
+"""A topology as `stable-opd topology` prints it: for people and for the Slurm scripts."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from stable_opd_mcore.errors import UserError
 from stable_opd_mcore.placement.topology import Topology, counted, replica_gpus
-
-
-def as_json(topology: Topology) -> str:
-    layout = asdict(topology.layout) | {"data": topology.layout.data}
-    return json.dumps(asdict(topology) | {"layout": layout}, indent=1)
 
 
 def as_shell(topology: Topology) -> str:

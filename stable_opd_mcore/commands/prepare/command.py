@@ -36,14 +36,11 @@ def prepare(
     problem: Annotated[str | None, typer.Option(help="rows: the problem's column.")] = None,
     answer: Annotated[str | None, typer.Option(help="rows: the answer's; '': none.")] = None,
     solution: Annotated[str | None, typer.Option(help="rows: the solution's; '': none.")] = None,
-    processes: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Make training sets without benchmark problems, as files for nodes without internet."""
     from stable_opd_mcore.commands.prepare.options import preparation_of
     from stable_opd_mcore.commands.prepare.prepare import prepare_data
 
-    if processes is not None:
-        typer.echo("--processes has no effect any more: all cores tokenize; leave it out")
     columns = {"problem": problem, "answer": answer, "solution": solution}
     preparation = preparation_of(
         student=student,
