@@ -74,8 +74,7 @@ OF_A_COLD_START: Checks = {
 }
 OF_A_RUN: Checks = {
     "models": (
-        model_directories.student_settings,
-        model_directories.teacher_settings,
+        model_directories.settings_of_models,
         model_directories.reference_settings,
         model_directories.weights,
         model_directories.adapter,

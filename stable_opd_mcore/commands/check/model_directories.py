@@ -32,24 +32,15 @@ def of_directory(model: ModelFiles) -> Iterator[Finding]:
     ):
         return
     architecture = read_architecture(model.place)
-    found = unread_settings(architecture.source)
-    yield from _not_implemented("config.json", model.role, found)
+    yield from _not_implemented(model.role, unread_settings(architecture.source))
     if any(Path(model.place).glob("*.safetensors*")) or (Path(model.place) / ".metadata").is_file():
         yield from _weights_of(model.place, architecture)
 
 
-def student_settings(inputs: RunInputs) -> Iterator[Finding]:
+def settings_of_models(inputs: RunInputs) -> Iterator[Finding]:
     """A config.json that `train` refuses, or that asks for something that is not computed."""
-    yield from _not_implemented(
-        "config.json", "student", unread_settings(inputs.architecture.source)
-    )
-
-
-def teacher_settings(inputs: RunInputs) -> Iterator[Finding]:
-    """See `student_settings`."""
-    if inputs.teacher_architecture is not None:
-        source = inputs.teacher_architecture.source
-        yield from _not_implemented("config.json", "teacher", unread_settings(source))
+    for role, (_, architecture) in inputs.models.items():
+        yield from _not_implemented(role, unread_settings(architecture.source))
 
 
 def reference_settings(inputs: RunInputs) -> Iterator[Finding]:
@@ -67,7 +58,7 @@ def reference_settings(inputs: RunInputs) -> Iterator[Finding]:
             f"{Path(path) / 'config.json'}: {said}; expected the student's architecture, as which "
             "the reference is computed: set reference.path to a model of it, or correct the file"
         )
-    yield from _not_implemented("config.json", "reference", unread_settings(own.source))
+    yield from _not_implemented("reference", unread_settings(own.source))
     if has_tokenizer(path):
         vocabulary = read_vocabulary(path)
         renamed = same_vocabulary(
@@ -78,7 +69,9 @@ def reference_settings(inputs: RunInputs) -> Iterator[Finding]:
             yield finding("reference-token", id=each.token_id, student=each.first, own=each.second)
 
 
-def _not_implemented(file: str, role: str, found: Mapping[str, Any]) -> Iterator[Finding]:
+def _not_implemented(
+    role: str, found: Mapping[str, Any], file: str = "config.json"
+) -> Iterator[Finding]:
     if found:
         values = ", ".join(f"{key}={value!r:.60}" for key, value in found.items())
         yield finding("unread-settings", file=file, role=role, values=values)
@@ -125,7 +118,7 @@ def adapter(inputs: RunInputs) -> Iterator[Finding]:
 
         peft_loading.check_adapter(Path(lora.path), inputs.architecture, lora)
         found = peft_directory.unread_settings(Path(lora.path))
-        yield from _not_implemented(peft_directory.CONFIG, "adapter", found)
+        yield from _not_implemented("adapter", found, peft_directory.CONFIG)
         unread = weight_files(Path(lora.path)) - {peft_directory.WEIGHTS}
         yield from _unread(lora.path, unread, peft_directory.WEIGHTS)
         yield from _own_tokenizer(inputs, lora.path)

@@ -244,45 +244,27 @@ def test_what_an_adapter_has_next_to_its_factors_is_found(tmp_path, model, monke
         found(swap=("a", "b"))
 
 
-def test_missing_misshapen_truncated_and_absent_weights_are_refused(tmp_path, model):
+def test_damaged_weights_are_refused(tmp_path, model):
+    """tests/models/files/test_huggingface.py has every damage, refused by the same code."""
     path, tensors = model
-    file = tmp_path / "model" / "model.safetensors"
-    save_file({k: v for k, v in tensors.items() if k != "model.norm.weight"}, file)
-    with pytest.raises(UserError, match=r"tensor model.norm.weight is missing"):
-        check(tmp_path, path)
-    save_file({**tensors, "model.norm.weight": torch.zeros(16)}, file)
+    tensors["model.norm.weight"] = torch.zeros(16)
+    save_file(tensors, f"{path}/model.safetensors")
     with pytest.raises(UserError, match=r"model.norm.weight has shape \(16,\), expected \(32,\)"):
         check(tmp_path, path)
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError, match="not readable, probably truncated"):
-        check(tmp_path, path)
-    file.unlink()
-    with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
-        check(tmp_path, path)
 
 
-def test_a_config_json_that_train_refuses_is_refused(tmp_path):
-    path = write_model(tmp_path / "model", is_causal=False)
-    section = {"path": path, "architecture": None}
-    student = RunInputs(tiny_config(tmp_path, "run", student=section), None)
-    with pytest.raises(UserError, match="is_causal=False is not supported"):
-        list(model_directories.student_settings(student))
-    assert list(model_directories.teacher_settings(student)) == []
-    with pytest.raises(UserError, match="is_causal=False is not supported"):
-        list(
-            model_directories.teacher_settings(
-                RunInputs(tiny_config(tmp_path, "run", teacher=section), None)
-            )
-        )
+def test_a_config_json_that_is_not_computed_is_refused_or_named_whosever_it_is(tmp_path):
+    def found(role, **fields):
+        section = {"path": write_model(tmp_path / "model", **fields), "architecture": None}
+        config = tiny_config(tmp_path, "run", **{role: section})
+        return [each.values[0] for each in model_directories.settings_of_models(RunInputs(config))]
 
-
-def test_a_setting_that_is_not_computed_is_named(tmp_path):
-    path = write_model(tmp_path / "model", attn_logit_softcapping=50.0)
-    section = {"path": path, "architecture": None}
-    inputs = RunInputs(tiny_config(tmp_path, "run", student=section, teacher=section), None)
-    for settings in (model_directories.student_settings, model_directories.teacher_settings):
-        (finding,) = settings(inputs)
-        assert "attn_logit_softcapping=50.0" in finding.values[0][1]
+    for role in ("student", "teacher"):
+        with pytest.raises(UserError, match="is_causal=False is not supported"):
+            found(role, is_causal=False)
+        named = (role, "attn_logit_softcapping=50.0")
+        assert found(role, attn_logit_softcapping=50.0) == [named]
+        assert found(role) == []
 
 
 @pytest.mark.parametrize("tied", [False, True])
