@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 
 from stable_opd_mcore.commands.evaluate.evaluated_model import evaluated_config, find_model
 from stable_opd_mcore.commands.evaluate.store import ResponseStore
@@ -213,14 +213,9 @@ def _sample(
     store = evaluation.store(name)
     first = on_first_rank(world, store.open)
     parts = parts_of(world, problems.prompts, sampling)
-    bar = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = *Progress.get_default_columns(), MofNCompleteColumn()
     hidden = not show_progress or world.rank != 0
-    with Progress(*bar, console=Console(stderr=True), disable=hidden) as shown:
+    with Progress(*columns, console=Console(stderr=True), disable=hidden) as shown:
         total = len(problems.prompts)
         each = -(-total // len(parts))  # the last part has fewer
         task = shown.add_task(name, total=total, completed=first * each)
