@@ -145,10 +145,10 @@ def transport_of(method: str, tmp_path):
     return TensorTransport(60.0) if method == "tensor" else DiskTransport(60.0, tmp_path, {})
 
 
-def publish(chunks, transport, urls, version, clients=None):
+def publish(chunks, transport, urls, version, clients=None, *, tensor=1, tolerant=False):
     """To receivers at `urls`, by new clients unless these are given."""
     clients = clients or [SglangClient(url) for url in urls]
-    targets = [Target(f"receiver_{i}", client, 1) for i, client in enumerate(clients)]
+    targets = [Target(f"receiver_{i}", client, tensor) for i, client in enumerate(clients)]
     outcome = send_weights(
         chunks,
         targets,
@@ -156,6 +156,7 @@ def publish(chunks, transport, urls, version, clients=None):
         label=str(version),
         dtype=torch.bfloat16,
         bucket_bytes=BUCKET,
+        tolerant=tolerant,
     )
     for target in targets:
         if target.name in outcome.verified:
@@ -232,8 +233,15 @@ def test_a_missing_tensor_is_named_and_the_version_is_not_stamped(chunks, tmp_pa
     with receiver(FIELDS, loses=[lost]) as url:
         outcome = publish(chunks, transport_of("tensor", tmp_path), [url], 0)
         assert SglangClient(url).weight_version() == "incomplete"
-    assert outcome.verified == ()
-    assert f"differ from the trainer's, e.g. {lost}" in outcome.failed["receiver_0"]
+        assert outcome.verified == ()
+        assert f"differ from the trainer's, e.g. {lost}" in outcome.failed["receiver_0"]
+        tolerated, other_ranks = (  # verify=warn accepts other checksums, but no other reply
+            publish(chunks, transport_of("disk", tmp_path), [url], n, tensor=n, tolerant=True)
+            for n in (1, 2)
+        )
+    assert (tolerated.verified, tolerated.different["receiver_0"].rank) == (("receiver_0",), 0)
+    assert other_ranks.verified == ()
+    assert "there are checksums of ranks [0], expected 2" in other_ranks.failed["receiver_0"]
 
 
 @pytest.mark.parametrize("step", ["group", "broadcast"])
