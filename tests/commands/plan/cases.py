@@ -1,10 +1,12 @@
-"""A 7B config whose models are directories with nothing but a config.json; shapes of layers."""
+"""A 7B config whose models are directories with nothing but a config.json; layers of families."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+from stable_opd_mcore.commands.plan.known_models import model_source
 from stable_opd_mcore.config.load import load_config
+from stable_opd_mcore.config.models import ModelConfig
 from stable_opd_mcore.config.schema import Config
 from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.description.architecture import Architecture, read_architecture
@@ -37,131 +39,42 @@ def config_7b(directory: Path, *overrides: str) -> Config:
 
 
 TOKENS = 4096
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2": {
-        "hidden_size": 3584,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-    },
-    "qwen3": {
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 12288,
-    },
-    "qwen3_5_text": {  # Qwen3.5-4B's
-        "hidden_size": 2560,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "intermediate_size": 9216,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    },
-    "gpt_oss": {  # gpt-oss-20b's
-        "hidden_size": 2880,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "intermediate_size": 2880,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
-    "qwen3_next": {  # Qwen3-Next-80B-A3B's and Qwen3.5-35B-A3B's, with a quarter of the experts
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 128,
-        "num_experts_per_tok": 10,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    },
-    "glm4_moe_lite": {  # GLM-4.7-Flash's, with half of the experts
-        "hidden_size": 2048,
-        "intermediate_size": 10240,
-        "moe_intermediate_size": 1536,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 20,
-        "n_routed_experts": 32,
-        "num_experts_per_tok": 4,
-        "n_shared_experts": 1,
-        "q_lora_rank": 768,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 256,
-    },
-    "deepseek_v3": {  # Moonlight's, with half of the experts
-        "hidden_size": 2048,
-        "intermediate_size": 11264,
-        "moe_intermediate_size": 1408,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "n_routed_experts": 32,
-        "num_experts_per_tok": 6,
-        "n_shared_experts": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    },
+# Families -> the end of the path of a model in known_models.yaml; Qwen3-8B for others
+PUBLISHED = {
+    "qwen2": "Qwen2.5-Math-7B",
+    "qwen3_5_text": "Qwen3.5-9B",
+    "gpt_oss": "gpt-oss-20b",
+    "glm4_moe_lite": "GLM-4.7-Flash",
+    "deepseek_v3": "Moonlight-16B-A3B",
+    "gemma3": "gemma-3-4b-it",
+    "qwen3_next": "Qwen3.5-35B-A3B",
+    "qwen3_5_moe_text": "Qwen3.5-35B-A3B",
+}
+CHANGES: dict[str, dict[str, Any]] = {
     "glm4_moe": {  # GLM-4.5-Air's at half of its width, with fewer experts
         "hidden_size": 2048,
         "intermediate_size": 5472,
         "moe_intermediate_size": 704,
         "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
         "attention_bias": True,
         "n_routed_experts": 32,
         "num_experts_per_tok": 8,
         "n_shared_experts": 1,
     },
-    "gemma3": {  # Gemma 3 4B's, whose decoder has an object of its own
-        "hidden_size": 2560,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "intermediate_size": 10240,
-        "sliding_window": 1024,
-        "sliding_window_pattern": 2,
-    },
-    "llama": {
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 8192,
-        "tie_word_embeddings": True,
-    },
+    "gemma3": {"sliding_window_pattern": 2},
+    "llama": {"hidden_size": 2048, "head_dim": 64, "tie_word_embeddings": True},
 }
 
 
 def layers_of(family: str, layers: int = 4, **fields: Any) -> Architecture:
-    """A model of this family's shapes; experts have Qwen3's."""
-    fields = {"vocab_size": 152065, "max_position_embeddings": TOKENS, "rope_theta": 1e4} | fields
-    is_mixed = family in ("qwen3_next", "qwen3_5_moe_text")
-    shapes = SHAPES["qwen3_next"] if is_mixed else SHAPES.get(family, SHAPES["qwen3"])
-    fields = {"num_hidden_layers": layers, **shapes, **fields}
+    """A model of this family with the sizes of a published one."""
+    source, _ = model_source(ModelConfig(path=PUBLISHED.get(family, "Qwen3-8B")), "student")
+    assert isinstance(source, dict)
+    sizes = {"vocab_size": 152065, "max_position_embeddings": TOKENS, "num_hidden_layers": layers}
+    fields = source.get("text_config", source) | sizes | CHANGES.get(family, {}) | fields
     if FAMILIES[family].text_type:
         fields = {"text_config": fields}
-    return read_architecture({"model_type": family, **fields})
+    return read_architecture({**fields, "model_type": family})
 
 
 def micro_batch(tokens: int = TOKENS) -> MicroBatch:
