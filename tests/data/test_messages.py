@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from stable_opd_mcore.config.data import ColumnsConfig, DataConfig, SourceConfig
 from stable_opd_mcore.data.bridge import Bridge
@@ -176,8 +175,6 @@ def test_a_conversation_is_rendered_with_its_own_system_message_else_the_configu
 
 
 HOSTILE = [  # more, with their remedies: test_remedies.py
-    (None, "holds NoneType None; expected a list of messages"),
-    ([[ASK]], "message 0 is [{'role'"),
     (
         [{"role": "tool", "content": "x"}],
         "message 0: role 'tool' and no turn of the assistant before it; add",
@@ -185,11 +182,6 @@ HOSTILE = [  # more, with their remedies: test_remedies.py
     ([{"content": "x"}], "message 0: role None"),
     ([{"role": ["user"], "content": "x"}], "message 0: role ['user']"),
     ({"role": ["user", "assistant"], "content": ["x"]}, "holds dict {'role': ['user'"),
-    ([{"role": "user"}], "message 0: column 'content' (message) is empty"),
-    (
-        [{"role": "user", "content": [{"type": "text"}]}],
-        "message 0: content has a part {'type': 'text'}; only parts of text are read",
-    ),
     ([{"role": "user", "content": True}], "message 0: content holds bool, not text"),
     ([{"from": "human", "value": ""}], "message 0: column 'content' (message) is empty"),
     (
@@ -206,9 +198,7 @@ HOSTILE = [  # more, with their remedies: test_remedies.py
     ([ASK, {**TWO, "tool_calls": [call_of("[1]")]}], "message 1: tool call {'function'"),
     ([ASK, {**TWO, "tool_calls": [call_of("{")]}], "the arguments as an object or its JSON"),
     ([ASK, CALLS, reply_to("a"), reply_to("a"), TWO], "message 3: its call 'a' has a reply"),
-    ([TWO], "no user turn to answer"),
     ([SYSTEM], "no user turn to answer"),
-    ([ASK, TWO, FOUR], "messages 1 and 2 are two turns of the assistant in a row"),
 ]  # messages, message
 
 
@@ -217,21 +207,6 @@ def test_hostile_conversations_are_refused_with_file_row_and_key(tmp_path):
         where = re.escape(f"{tmp_path}/m.jsonl:2: column 'messages' (messages)")
         with pytest.raises(DataError, match=f"^{where}.*{re.escape(message)}"):
             rows_of(tmp_path / "m.jsonl", [ASK, {**TWO, "tool_calls": None}], messages)
-
-
-UNANSWERING = [
-    ([ASK, TWO, FOUR, MORE, FOUR], "messages 1 and 2 are two turns of the assistant"),
-    ([SYSTEM, TWO, MORE, FOUR], "no user turn to answer before message 1"),
-]  # messages, message
-
-
-def test_golden_turns_answer_a_user_or_a_tool(tmp_path):
-    for messages, message in UNANSWERING:
-        where = re.escape(f"{tmp_path}/m.jsonl:1: column 'messages' (messages): {message}")
-        with pytest.raises(DataError, match=where):
-            rows_of(tmp_path / "m.jsonl", messages, golden="all")
-        with pytest.raises(ValidationError, match="golden=all without messages"):
-            ColumnsConfig(golden="all")
 
 
 WEATHER = {"name": "get_weather", "parameters": {"type": "object"}}

@@ -152,7 +152,6 @@ def test_hostile_text_stays_text(tmp_path):
     [
         ("metrics.jsonl", '{"step": 4, "a": NaNN}\n{"step": 5}\n', "line 1: not JSON"),
         ("config.resolved.yaml", "a: [1", "not readable as YAML"),
-        ("config.resolved.yaml", "a0: &a0 x\na1: [*a0, *a0]", "it holds aliases"),
         ("rollouts/step_000001.jsonl", "{}\n", "line 1: column prompt_id is missing"),
     ],
 )

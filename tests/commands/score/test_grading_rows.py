@@ -56,24 +56,6 @@ def test_usual_names_are_found_in_the_first_readable_row(tmp_path):
         found_in(path, Columns(group="a.b"))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            '{"said": "x"}',
-            "no column for the response among said; name the response's with --response",
-        ),
-        ("[1]\n2\n", "no row is a JSON object"),
-        ("", "no row is a JSON object"),
-    ],
-)
-def test_a_file_without_responses_is_refused(tmp_path, text, message):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(text)
-    with pytest.raises(DataError, match=message):
-        found_in(path, Columns())
-
-
 def test_every_column_is_read():
     assert parsed() == READ
     assert parsed(answer_format="latex", opens_thinking=None) == READ  # not a run's

@@ -23,22 +23,10 @@ from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden, output_head
 from stable_opd_mcore.parallel.world import World
 from tests.models import tiny
+from tests.models.description.test_architecture import FREQUENCIES, LLAMA3, SCALED
 
 INDEX = "model.safetensors.index.json"
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3_1 = LLAMA3 | FREQUENCIES | {"factor": 8.0}
 YARN_OF_DEEPSEEK = {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16.0, "truncate": False}
 
 
@@ -48,12 +36,12 @@ MODELS = {model_type: tiny.config(model_type) for model_type in FAMILIES} | {
     "qwen3_moe not normalised": tiny.config("qwen3_moe", norm_topk_prob=False),
     "qwen3_5_moe stacked": tiny.config("qwen3_5_moe"),
     "llama": tiny.config("llama", num_key_value_heads=4),
-    "llama 3.1": tiny.config("llama", rope_parameters=LLAMA3),
-    "qwen3 yarn": tiny.config("qwen3", rope_parameters=YARN),
+    "llama 3.1": tiny.config("llama", rope_parameters=LLAMA3_1),
+    "qwen3 yarn": tiny.config("qwen3", rope_parameters=SCALED),
     "qwen3_vl tied yarn": tiny.config(
-        "qwen3_vl", tie_word_embeddings=True, rope_parameters=tiny.SECTIONS | YARN
+        "qwen3_vl", tie_word_embeddings=True, rope_parameters=tiny.SECTIONS | SCALED
     ),
-    "llama yarn": tiny.config("llama", rope_parameters=YARN | YARN_OF_DEEPSEEK),
+    "llama yarn": tiny.config("llama", rope_parameters=SCALED | YARN_OF_DEEPSEEK),
     "llama linear": tiny.config(
         "llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     ),
