@@ -6,9 +6,7 @@ import pytest
 
 from stable_opd_mcore.config.prefix_settings import PrefixConfig
 from stable_opd_mcore.data.golden_prefix import with_prefix
-from stable_opd_mcore.errors import ConfigError
 from stable_opd_mcore.records import Prompt, Use
-from tests.train.runs import tiny_config
 
 SAID = {"role": "assistant", "content": "a"}
 ASKED = {"role": "user", "content": "q"}
@@ -61,19 +59,3 @@ def test_the_number_of_turns_is_random_by_slot_and_falls_to_zero():
     ]
     whole = [PROMPT, replace(PROMPT, golden_turn_tokens=(9,)), replace(PROMPT, use=Use(0, False))]
     assert [begun(first=1, prompt=each).num_played > 0 for each in whole] == [True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("prefix", "message"),
-    [
-        (
-            {"first": 2},
-            "rollout.prefix has first without `by`: set by=golden or by=teacher, or drop",
-        ),
-        ({"by": "golden", "first": 3, "last": 2}, "first=3 exceeds rollout.prefix.last=2; lower"),
-        ({"by": "golden"}, "rollout.prefix.by=golden, but no source has columns.golden=all"),
-    ],
-)
-def test_settings_that_begin_no_rollout_are_refused(tmp_path, prefix, message):
-    with pytest.raises(ConfigError, match=message):
-        tiny_config(tmp_path, "run", rollout={"prefix": prefix})
