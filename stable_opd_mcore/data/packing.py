@@ -275,7 +275,7 @@ def _indices_in_turns(
     turn_N: NDArray[np.int64], token_index_N: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """The place of each token in its turn; `token_index_N` is that in its sample."""
-    rows_N = _range(len(turn_N))
+    rows_N = np.arange(len(turn_N), dtype=np.int64)
     begins_N = (token_index_N == 0) | (np.diff(turn_N, prepend=-1) != 0)
     return rows_N - np.maximum.accumulate(np.where(begins_N, rows_N, 0))
 
@@ -327,7 +327,3 @@ def _counters(
     starts = np.zeros_like(lengths) if starts is None else starts
     pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
     return _join([np.arange(*pair, dtype=np.int64) for pair in pairs], np.int64)
-
-
-def _range(length: int) -> NDArray[np.int64]:
-    return np.arange(length, dtype=np.int64)

@@ -196,11 +196,9 @@ def test_a_call_of_gpt_oss_ends_with_its_own_token_and_stands_by_itself(tmp_path
     assert golden(asks, columns="last") == [called]
     assert golden(asks, replies, ANSWER) == [f"{called}{observed}{final}"]
     two = {**asks, "tool_calls": [call(0, {"a": 1}), call(1, {"a": 2})]}
-    for turns, columns in (((two,), "last"), ((two, replies, replies, ANSWER), "last")):
-        with pytest.raises(
-            DataError, match=r"rows\.jsonl:1: .*write each call and its reply as me"
-        ):
-            golden(*turns, columns=columns)
+    for turns in ((two,), (two, replies, replies, ANSWER)):
+        with pytest.raises(DataError, match=r"rows\.jsonl:1: .*write each call and its reply as m"):
+            golden(*turns, columns="last")
     alone = [{**asks, "tool_calls": [each]} for each in two["tool_calls"]]
     assert golden(alone[0], replies, alone[1], replies, ANSWER) == [
         f"{called}{observed}<|start|>assistant{called.replace('1', '2')}{observed}{final}"

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from stable_opd_mcore.data.packing import (
-    costs,
-    fill,
-    level,
-    pack,
-)
+from stable_opd_mcore.data.packing import costs, fill, level, pack
 from stable_opd_mcore.data.partition import partition, split_by_prompt
 from stable_opd_mcore.parallel.context import slice_microbatch
 from tests.real_data import real_data
@@ -286,8 +281,7 @@ def packed(lengths: list[int], **options) -> list[list[int]]:
         sample_of("rollout", f"p:{i}", (1,), (2,) * (n - 1), [True] * (n - 1))
         for i, n in enumerate(lengths)
     ]
-    zeros = [0.0] * len(samples)
-    batches = pack(samples, weights_of(samples, zeros, zeros, zeros), max_tokens=16, **options)
+    batches = pack(samples, weights_of(samples), max_tokens=16, **options)
     for batch in batches:
         assert (np.diff(batch.cu_seqlens.tolist()) > 0).all(), "no sequence is empty"
     return [sorted(set(batch.sample_index_N.tolist())) for batch in batches]

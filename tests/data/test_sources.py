@@ -117,17 +117,10 @@ def test_no_file_of_a_folder_is_passed_over(tmp_path, names, readme, refused):
     load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("columns", "name"),
-    [
-        ({"problem": "instruction"}, "input"),
-        ({"problem": "instruction"}, "system"),
-        ({"problem": "instruction"}, "system_prompt"),
-    ],
-)
-def test_a_part_of_the_prompt_in_a_column_of_its_own_is_refused(tmp_path, columns, name):
+@pytest.mark.parametrize("name", ["input", "system", "system_prompt"])
+def test_a_part_of_the_prompt_in_a_column_of_its_own_is_refused(tmp_path, name):
     record = {"instruction": "Add.", "answer": "2"}
-    names = ColumnsConfig(**columns)
+    names = ColumnsConfig(problem="instruction")
     for value in ("", None, 3):
         load(jsonl(tmp_path / "a.jsonl", [{**record, name: value}]), columns=names)
     path = jsonl(tmp_path / "a.jsonl", [record, {**record, name: "Think."}])

@@ -317,16 +317,13 @@ def test_a_failing_environment_ends_its_episode_without_a_reward(interact):
 def test_text_of_a_game_is_readable_for_the_synthetic_tokenizer(interact):
     tokenizer = Tokenizer.load("synthetic")
     interaction = interact(tokenizer)
-    episode = followed(interaction, begun_synthetic("Room 1!"))
+    row = {"first": "Room 1!", "then": "Go on "}
+    prompt = Prompt("s:1", "", (1,), columns=row, environment="")
+    episode = followed(interaction, Episode.begin(prompt, 0, 0))
     assert tokenizer.decode(episode.context.tolist()) == "_____1_#"
     episode = followed(interaction, said(episode, tokenizer, "1+1=2", "length"))
     assert tokenizer.decode(list(episode.turns[-1].before)) == "$______#"
     assert interaction.take_metrics()["environment/neutralised_tokens"].value() > 5
-
-
-def begun_synthetic(first: str) -> Episode:
-    prompt = Prompt("s:1", "", (1,), columns={"first": first, "then": "Go on "}, environment="")
-    return Episode.begin(prompt, 0, 0)
 
 
 def test_a_forgotten_episode_is_closed(interact):
