@@ -16,6 +16,7 @@ from stable_opd_mcore.data.tool_calls import ToolCalls
 from stable_opd_mcore.data.written_turns import WrittenTurns
 from tests.commands.check.directories import TEMPLATE, write_model
 from tests.data.real_tokenizers import GLM45_TEMPLATE, GLM47_TEMPLATE, GLM_MARKS
+from tests.data.test_message_form import HARMONY
 
 OPENED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 QWEN = (
@@ -50,15 +51,6 @@ MISTRAL_LIST = (
     '"id": "{{ c.id }}"}{{ ", " if not loop.last }}{% endfor %}]{% endif %}<|im_end|>'
     "{% endif %}{% endfor %}"
 )
-GPT_OSS = (
-    "{% for m in messages %}{% if m.role != 'assistant' %}<|start|>{{ m.role }}<|message|>"
-    "{{ m.content }}<|end|>{% else %}{% if m.thinking %}<|start|>assistant<|channel|>analysis"
-    "<|message|>{{ m.thinking }}<|end|>{% endif %}{% if m.tool_calls %}<|start|>assistant to="
-    "functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
-    "{{ m.tool_calls[0].function.arguments|tojson }}<|call|>{% else %}<|start|>assistant"
-    "<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
 MARKS = (
     *("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|constrain|>"),
     *("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", *GLM_MARKS),
@@ -77,7 +69,7 @@ FAMILIES = {  # template, text before calls, what one call is, tool
     "llama": (LLAMA, "", [ADD], TOOL),
     "mistral": (MISTRAL, "w4", [ADD, {"name": "w7", "arguments": {"x": "w8"}}], TOOL),
     "mistral_list": (MISTRAL_LIST, "w4", [ADD, {"name": "w7", "arguments": {"x": "w8"}}], TOOL),
-    "gpt_oss": (GPT_OSS, "", [ADD], TOOL),
+    "gpt_oss": (HARMONY, "", [ADD], TOOL),
 }
 
 
@@ -162,7 +154,7 @@ def test_a_student_that_repeats_itself_is_read_in_time(family):
 
 
 def test_channels_are_told_apart(tmp_path):
-    tokenizer = Tokenizer.load(write_model(tmp_path, template=GPT_OSS, added=MARKS), [257])
+    tokenizer = Tokenizer.load(write_model(tmp_path, template=HARMONY, added=MARKS), [257])
     thought = "<|channel|>analysis<|message|>Hm.<|end|>"
     told = "<|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>"
     call = (
