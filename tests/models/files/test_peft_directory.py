@@ -40,11 +40,7 @@ def adapted(
     if base is not None:
         load_hf(chunks, base)
     adapt(chunks, LoraConfig(rank=4, alpha=8.0, expert_rank=expert_rank))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for factors in factors_of(chunks):
-            for b_OR in factors.B:
-                b_OR.copy_(0.1 * torch.randn(b_OR.shape, generator=generator))
+    tiny.redraw_factors(chunks, 3, std=0.1)
     return chunks
 
 

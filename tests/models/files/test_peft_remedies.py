@@ -90,17 +90,10 @@ MERGED = [  # family, tensors, settings; the remedy; tensors, settings and model
     ("qwen3", {"lm_head.weight": (53, 16)}, {}, BASE,
      ({"lm_head.weight": (53, 16)}, {}, {"hidden_size": 16})),
     *(
-        ("qwen3", tensors, {}, r"resize_token_embeddings\(60\), save .*, and " + BASE, then)
-        for tensors, then in [
-            ({"lm_head.weight": (60, 32)}, ({"lm_head.weight": (60, 32)}, {}, {"vocab_size": 60})),
-            (
-                {f"{EMBEDDING}.weight": (60, 32)},
-                ({f"{EMBEDDING}.weight": (60, 32)}, {}, {"vocab_size": 60}),
-            ),
-            (
-                pair("lm_head", 60, 32),
-                (pair("lm_head", 60, 32), {}, {"vocab_size": 60}),
-            ),
+        ("qwen3", tensors, {}, r"resize_token_embeddings\(60\), save .*, and " + BASE,
+         (tensors, {}, {"vocab_size": 60}))
+        for tensors in [
+            {"lm_head.weight": (60, 32)}, {f"{EMBEDDING}.weight": (60, 32)}, pair("lm_head", 60, 32)
         ]
     ),
     ("qwen2", HEAD, {}, r"into a model whose config\.json says false, and give that",
