@@ -161,6 +161,7 @@ def adapter_config(
     """The fields of adapter_config.json for the tensors `kept`, as PEFT writes them."""
     matrices = {name.removeprefix(_PREFIX).split(".lora_")[0] for name in kept}
     rank = max(lora.rank, lora.rank_of(True))
+    alpha = lora.scale(rank) * rank  # SGLang and llama.cpp do not read use_rslora
     of_parameters: dict[str, Any] = {}
     if architecture.family.shared_expert or architecture.family.stacked_experts:
         # Named as modules, PEFT would find either the experts or shared experts and dense layers.
@@ -171,9 +172,7 @@ def adapter_config(
         parameters |= {f"mlp.experts.{kind}" for kind in _expert_stacks(architecture, lora)}
         of_parameters = {"target_parameters": sorted(parameters)} if parameters else {}
         if _GATE_UP in parameters and not architecture.family.stacked_experts:
-            of_parameters |= _patterns(rank, lora.scale(rank) * rank)
-    is_rslora = lora.rslora and architecture.experts is None  # PEFT joins experts' ranks
-    alpha = lora.alpha if is_rslora else lora.scale(rank) * rank
+            of_parameters |= _patterns(rank, alpha)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -185,7 +184,7 @@ def adapter_config(
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_rslora": is_rslora,
+        "use_rslora": False,
         "use_dora": False,
         "inference_mode": True,
     }

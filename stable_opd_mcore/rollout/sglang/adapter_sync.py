@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from stable_opd_mcore.config.models import LoraConfig
 from stable_opd_mcore.models.files.adapted import missing_shapes
 from stable_opd_mcore.models.files.peft_directory import adapter_config, tensor_name
 from stable_opd_mcore.models.lora import base_only, config_of, iter_factors
@@ -151,7 +150,7 @@ class FactorSender:
             return None
         body = {
             "lora_name": name,
-            "config_dict": adapter_config(tensors, _without_rslora(lora), None, architecture),
+            "config_dict": adapter_config(tensors, lora, None, architecture),
             "expected_checksums": {key: _sha256(tensor) for key, tensor in tensors.items()},
         }
         pickled = base64.b64encode(pickle.dumps(tensors)).decode()
@@ -179,12 +178,6 @@ class FactorSender:
                 f"it does not take the student's adapter: {refusal}; start it by `stable-opd serve`"
                 " with this run's student.lora, or set rollout.sglang.lora=merged"
             ) from refusal
-
-
-def _without_rslora(lora: LoraConfig) -> LoraConfig:
-    """Settings with the same scale but without rsLoRA: SGLang divides alpha by the rank."""
-    alpha = lora.scale(lora.rank) * lora.rank
-    return lora.model_copy(update={"alpha": alpha, "rslora": False})
 
 
 def _loaded_adapters(client: SglangClient) -> list[str]:

@@ -140,6 +140,8 @@ def test_chosen_matrices_in_rslora(family, matrices, others, world: World, tmp_p
     adapt(chunks, lora)
     tiny.redraw_factors(chunks, 3)
     export_adapter(chunks, tmp_path, None)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert settings["lora_alpha"] / settings["r"] == 4.0  # others do not know rsLoRA
     again = build_model(architecture, world, seed=1)
     adapt(again, lora)
     load_adapter(again, tmp_path, lora)
