@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from stable_opd_mcore.data.synthetic import PAD, PROMPT_END, SECOND_STOP, STOP, VOCABULARY
 from stable_opd_mcore.errors import DataError
-from stable_opd_mcore.host.hub import TOKENIZER_FILES
+from stable_opd_mcore.host.hub import MORE_TEMPLATES, TOKENIZER_FILES
 from stable_opd_mcore.host.json_files import MIB, read_json_object, require_size
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ _LARGEST_BYTES = {  # the largest published tokenizers have 35 MiB
     "chat_template.jinja": 1 * MIB,
     "chat_template.json": 1 * MIB,
 }
-_MORE_TEMPLATES = "additional_chat_templates"
 _STOP_FILES = ("generation_config.json", "config.json")
 
 
@@ -90,13 +89,14 @@ def load_backend(path: str, *, needs_eos: bool) -> PreTrainedTokenizerFast:
 
 
 def tokenizer_files(path: str) -> dict[str, bytes]:
-    """The tokenizer's files of a model directory as they are; empty for the built-in one."""
+    """The tokenizer's files of a model directory as they are, with code of its own, which its
+    `auto_map` names; empty for the built-in one."""
     directory = Path(path)
     if path == SYNTHETIC or not directory.is_dir():
         return {}
-    names = [name for name in TOKENIZER_FILES if name not in _STOP_FILES]
-    names += [f"{_MORE_TEMPLATES}/{file.name}" for file in directory.glob(f"{_MORE_TEMPLATES}/*")]
-    return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
+    files = [directory / name for name in TOKENIZER_FILES if name not in _STOP_FILES]
+    files += [*directory.glob(f"{MORE_TEMPLATES}/*"), *directory.glob("tokenization*.py")]
+    return {str(f.relative_to(directory)): f.read_bytes() for f in files if f.is_file()}
 
 
 def save_backend(
@@ -107,9 +107,7 @@ def save_backend(
     transformers 5 names an internal class, and settings of this machine, which other releases do
     not know.
     """
-    for name, content in files.items():
-        (directory / name).parent.mkdir(exist_ok=True)
-        (directory / name).write_bytes(content)
+    write_files(files, directory)
     if files:
         return
     backend.save_pretrained(str(directory))
@@ -118,6 +116,13 @@ def save_backend(
     fields["tokenizer_class"] = "PreTrainedTokenizerFast"
     fields["additional_special_tokens"] = fields.pop("extra_special_tokens", [])  # the older key
     file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def write_files(files: Mapping[str, bytes], directory: Path) -> None:
+    """Write what `tokenizer_files` has read."""
+    for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(content)
 
 
 def has_tokenizer(directory: str | Path) -> bool:
@@ -186,7 +191,7 @@ def _refuse_moved_tokens(backend: PreTrainedTokenizerFast, directory: Path) -> N
 
 def is_tokenizer_file(file: Path) -> bool:
     """Whether ids, chat template or stop ids are read from this file of a model directory."""
-    return str(file) in (*_LARGEST_BYTES, *_STOP_FILES) or file.parts[:1] == (_MORE_TEMPLATES,)
+    return str(file) in (*_LARGEST_BYTES, *_STOP_FILES) or file.parts[:1] == (MORE_TEMPLATES,)
 
 
 def _complete_template(backend: PreTrainedTokenizerFast, directory: Path) -> None:

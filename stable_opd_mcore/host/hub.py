@@ -29,6 +29,7 @@ IMAGE_FILES = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+MORE_TEMPLATES = "additional_chat_templates"  # a folder next to them
 MODEL_FILES = (*TOKENIZER_FILES, *IMAGE_FILES, "model.safetensors.index.json", "*.safetensors")
 COMMIT = "[0-9a-f]{40}"  # the pattern of a commit
 HUB_ID = r"[\w.-]+/[\w.-]+"  # the pattern of owner/name
@@ -37,6 +38,12 @@ HUB_ID = r"[\w.-]+/[\w.-]+"  # the pattern of owner/name
 def is_hub_id(path: str) -> bool:
     """Whether a text has the form owner/name and is not a path on this machine."""
     return bool(re.fullmatch(HUB_ID, path)) and path[0] not in "./~" and not Path(path).exists()
+
+
+def id_in_cache(path: str) -> tuple[str, str] | None:
+    """The hub id and commit of a folder of the hub's cache; None for another folder."""
+    found = re.search(rf"/models--([\w.-]+?)--([\w.-]+)/snapshots/({COMMIT})/?\Z", path)
+    return (f"{found[1]}/{found[2]}", found[3]) if found else None
 
 
 def download(

@@ -6,17 +6,28 @@ stored on this machine is not used. A new repository is private. Not here: the c
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.hub import MODEL_FILES
+from stable_opd_mcore.host.hub import MODEL_FILES, MORE_TEMPLATES
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-_UPLOADED = (*MODEL_FILES, *ADAPTER_FILES)
+ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")
+_UPLOADED = (
+    *MODEL_FILES,
+    f"{MORE_TEMPLATES}/*",
+    "tokenization*.py",  # what auto_map names
+    "trained.json",
+    *_ADAPTER_FILES,
+    *(f"causal_lm/{name}" for name in _ADAPTER_FILES),
+)
 
 
-def upload(directory: Path, name: str, card: str, message: str) -> str:
-    """Upload the model's files and its card to the repository; the address of the commit.
+def upload(directory: Path, name: str, written: Mapping[str, str], message: str) -> str:
+    """Upload the model's files to the repository; the address of the commit.
+
+    written: files that the directory lacks, or has with another text.
 
     Raises:
         UserError: the hub refuses the token, the repository or a file, or no network.
@@ -25,8 +36,9 @@ def upload(directory: Path, name: str, card: str, message: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     files = sorted({path for glob in _UPLOADED for path in directory.glob(glob)})
-    operations = [CommitOperationAdd(path.name, path) for path in files]
-    operations.append(CommitOperationAdd("README.md", card.encode()))
+    sent = {path.relative_to(directory).as_posix(): path for path in files}
+    sent |= {file: text.encode() for file, text in written.items()}
+    operations = [CommitOperationAdd(file, content) for file, content in sent.items()]
     api = HfApi(token=os.environ["HF_TOKEN"])
     try:
         api.create_repo(name, private=True, exist_ok=True)

@@ -50,6 +50,7 @@ def test_synthetic_saved_and_loaded_is_the_same(synthetic, tmp_path):
             "chat_template.jinja": "{{ messages[0]['content'] }}{{ eos_token }}",
             "additional_chat_templates/tool_use.jinja": "{{ tools }}",
             "vocab.json": "{}",
+            "tokenization_own.py": "# named by auto_map, if a reader trusts it",
         },
     ],
 )

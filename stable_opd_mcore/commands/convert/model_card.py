@@ -5,6 +5,7 @@ of ours has trained has no data and no objective in it. Paths of this machine ar
 their last part. Not here: the upload itself (host/hub_upload.py).
 """
 
+import json
 import re
 import subprocess
 from collections.abc import Mapping
@@ -15,8 +16,9 @@ from typing import Any
 
 from stable_opd_mcore.config.source_objectives import objective_names
 from stable_opd_mcore.errors import UserError
-from stable_opd_mcore.host.hub import HUB_ID, is_hub_id
-from stable_opd_mcore.host.hub_upload import upload
+from stable_opd_mcore.host.hub import HUB_ID, id_in_cache, is_hub_id
+from stable_opd_mcore.host.hub_upload import ADAPTER_CONFIG, upload
+from stable_opd_mcore.host.json_files import read_json_object
 from stable_opd_mcore.models.files.megatron_checkpoint import is_megatron
 from stable_opd_mcore.models.files.peft_directory import is_adapter, named_base
 from stable_opd_mcore.train.persistence.stored_models import model_in, run_settings
@@ -59,7 +61,20 @@ class Upload:
         card = model_card(self.source, self.directory, self.report_url)
         model = model_in(self.source)
         said = "Upload" if model.run is None else f"Upload {model.run}, step {model.step}"
-        return f"uploaded: {upload(self.directory, self.name, card, said)}"
+        written = {"README.md": card, **_adapter_configs(self.directory)}
+        return f"uploaded: {upload(self.directory, self.name, written, said)}"
+
+
+def _adapter_configs(directory: Path) -> dict[str, str]:
+    """An adapter's configurations, naming its base on the hub where they name a folder of the hub's
+    cache."""
+    written: dict[str, str] = {}
+    for file in (*directory.glob(ADAPTER_CONFIG), *directory.glob(f"*/{ADAPTER_CONFIG}")):
+        if found := id_in_cache(named_base(file.parent) or ""):
+            named = {"base_model_name_or_path": found[0], "revision": found[1]}
+            text = json.dumps(read_json_object(file) | named, indent=2) + "\n"
+            written[file.relative_to(directory).as_posix()] = text
+    return written
 
 
 def model_card(source: Path, directory: Path, report_url: str | None) -> str:
@@ -74,9 +89,9 @@ def model_card(source: Path, directory: Path, report_url: str | None) -> str:
     settings, model, adapter = run_settings(source), model_in(source), is_adapter(directory)
     student = settings.get("student", {})
     base = student.get("path") or (named_base(source) if is_adapter(source) else None)
-    is_on_hub = student.get("revision") is not None or bool(base and is_hub_id(base))
+    on_hub, _ = id_in_cache(base or "") or (base, None)
     metadata = ModelCardData(
-        base_model=base if is_on_hub else None,
+        base_model=on_hub if on_hub and is_hub_id(on_hub) else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["on-policy-distillation", PACKAGE],
@@ -119,6 +134,8 @@ def _shown(path: str | None, revision: str | None = None) -> str:
     """A hub id or a generator's name as it is, the last part of a path, or "none named"."""
     if path is None:
         return "none named"
+    if found := id_in_cache(path):
+        path, revision = found
     if revision is not None:
         return f"{path} at {revision}"
     return path if re.fullmatch(HUB_ID, path) or ":" in path else Path(path).name

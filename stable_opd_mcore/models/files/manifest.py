@@ -34,9 +34,10 @@ def hash_own_files(directory: Path) -> Entries:
 def write_manifest(directory: Path, gathered: Sequence[Entries]) -> None:
     """Write the manifest: what every rank hashed, and the files that none did."""
     files = {name: entry for entries in gathered for name, entry in entries.items()}
-    for path in directory.iterdir():
-        if path.name not in files:
-            files[path.name] = _hash(path)
+    for path in filter(Path.is_file, directory.rglob("*")):  # a tokenizer may have a folder
+        name = path.relative_to(directory).as_posix()
+        if name not in files:
+            files[name] = _hash(path)
     record = {"files": files, "xxh3": _hash_of_entries(files)}
     (directory / MANIFEST).write_text(json.dumps(record, indent=1, sort_keys=True))
 

@@ -10,18 +10,17 @@ from typing import Any
 
 import torch
 
-from stable_opd_mcore.host.hub import IMAGE_FILES, TOKENIZER_FILES
+from stable_opd_mcore.data.tokenizer_backend import tokenizer_files, write_files
+from stable_opd_mcore.host.hub import IMAGE_FILES
 from stable_opd_mcore.models.description.architecture import Architecture
 
 TRAINED = "trained.json"  # an exported model's file: the run and step it is from
 _GENERATION = "generation_config.json"
-_MORE_TEMPLATES = "additional_chat_templates"
-_COPIED_FILES = tuple(name for name in TOKENIZER_FILES if name != "config.json")
 
 
 def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path) -> None:
     """Write config.json for weights of this type, with the model class, which servers need and an
-    inline architecture may lack."""
+    inline architecture may lack, and without code of the model's own, which is not copied."""
     name = str(dtype).removeprefix("torch.")
 
     def with_type(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path
         return {**settings, **dict.fromkeys(keys, name)}
 
     family = architecture.family
-    settings = with_type(architecture.source)
+    settings = with_type({k: v for k, v in architecture.source.items() if k != "auto_map"})
     settings["architectures"] = settings.get("architectures") or [
         family.full_class or family.sglang_class
     ]
@@ -41,9 +40,8 @@ def write_config(architecture: Architecture, dtype: torch.dtype, directory: Path
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copy the tokenizer and generation settings of one model directory to another."""
-    _copy(source, directory, _COPIED_FILES)
-    if (source / _MORE_TEMPLATES).is_dir():
-        shutil.copytree(source / _MORE_TEMPLATES, directory / _MORE_TEMPLATES)
+    write_files(tokenizer_files(str(source)), directory)
+    copy_generation_settings(source, directory)
 
 
 def copy_generation_settings(source: Path, directory: Path) -> None:

@@ -29,22 +29,29 @@ def write_models(rank: int, world_size: int, directory: str) -> None:
     write_model(Path(directory) / "model")
 
 
+# As a run's settings name a model that it has downloaded
+CACHED = f"/secret/hub/models--Qwen--Qwen3-1.7B/snapshots/{'0' * 40}"
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A run's directory with a model, an adapter and a file that is not to be uploaded."""
     home = tmp_path_factory.mktemp("runs")
     run_ranks(1, write_models, str(home))
     path = home / "a_run"
-    student = {"path": "Qwen/Qwen3-1.7B", "revision": "0" * 40, "architecture": None}
+    student = {"path": CACHED, "revision": "0" * 40, "architecture": None}
     config = tiny_config(home, "a_run", student=student)
     path.mkdir()
     save_config(config, path / "config.resolved.yaml")
     shutil.move(home / "model", path / "model")
     (path / "model" / "notes.py").write_text("not a model's file")
-    adapter = {"peft_type": "LORA", "base_model_name_or_path": "/secret/place/base", "r": 8}
-    (path / "adapter").mkdir()
-    (path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
-    (path / "adapter" / "adapter_model.safetensors").write_bytes(b"factors")
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": CACHED, "r": 8}
+    for folder in (path / "adapter", path / "adapter" / "causal_lm"):
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps(adapter))
+        (folder / "adapter_model.safetensors").write_bytes(b"factors")
+    (path / "model" / "additional_chat_templates").mkdir()
+    (path / "model" / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
     for name in ("model", "adapter"):
         mark_trained(path / name, "a_run", 20)
     return path
@@ -66,6 +73,7 @@ def test_a_model_and_an_adapter_are_uploaded_with_their_cards(run, tmp_path, mon
     whole = files["me/whole"]
     assert whole["model.safetensors"] == (run / "model" / "model.safetensors").read_bytes()
     assert {"config.json", "tokenizer.json", "README.md"} <= whole.keys()
+    assert "additional_chat_templates/rag.jinja" in whole
     assert "notes.py" not in whole
     card = ModelCard(whole["README.md"].decode())
     assert card.data.base_model == "Qwen/Qwen3-1.7B"
@@ -79,11 +87,18 @@ def test_a_model_and_an_adapter_are_uploaded_with_their_cards(run, tmp_path, mon
     ):
         assert line in card.text.splitlines()
     factors = files["me/factors"]
-    assert factors.keys() == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    pair = {"adapter_config.json", "adapter_model.safetensors"}
+    of_causal_lm = {f"causal_lm/{name}" for name in pair}
+    assert factors.keys() == {*pair, *of_causal_lm, "trained.json", "README.md"}
+    for name in factors:
+        assert b"secret" not in factors[name], name
+    for name in ("adapter_config.json", "causal_lm/adapter_config.json"):
+        settings = json.loads(factors[name])
+        assert settings["base_model_name_or_path"] == "Qwen/Qwen3-1.7B"
+        assert settings["revision"] == "0" * 40
     card = ModelCard(factors["README.md"].decode())
     assert card.data.library_name == "peft"
-    assert "| Base | base |" in card.text
-    assert "secret" not in card.text
+    assert f"| Base | Qwen/Qwen3-1.7B at {'0' * 40} |" in card.text
     assert "| Run | a_run, step 20 |" in card.text
 
 
