@@ -103,12 +103,13 @@ _SET_OF = re.compile(
 _IN_DEGREES = re.compile(r"[-\d.]+ ?\^\{?\\circ\}?")
 _NESTED = re.compile(r"\[(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])+)\]")
 _INDEXED = re.compile(r"\s*([a-z])_(?:\d|\{\d+\})\s*=([^=]+)")
-_REWRITTEN = [  # 2 and 1/3, 3 to 2, R
+_REWRITTEN = [  # 2 and 1/3, 3 to 2, C(10, 3), R
     (
         re.compile(r"(\d+)(?: and |\\text ?\{ and \})(\d+/\d+|\\[dt]?frac ?\{?\d+\}? ?\{?\d+\}?)"),
         r"\1+\2",
     ),
     (re.compile(r"(\d+) to (\d+)"), r"\1:\2"),
+    (re.compile(r"(?<![\\A-Za-z])C\((\d{1,3}), ?(\d{1,3})\)"), r"\\binom{\1}{\2}"),
     (re.compile(r"\A\W*R\W*\Z"), r"\\mathbb{R}"),
 ]
 _OR = re.compile(r"(?:\\text *\{ *or *\}|\bor\b|\\lor(?![a-z])|\\vee(?![a-z])|∨)")  # noqa: RUF001
@@ -239,6 +240,7 @@ _SAME_WORDS = [
         (r"DNE", "does not exist"),
     )
 ]
+_AFTERNOON = re.compile(r"(?<!\d)([1-9]|1[01])(:[0-5]\d)pm\b")  # 18:15 for 6:15pm
 
 
 def same_letters(answer: str, gold: str) -> bool:
@@ -252,6 +254,7 @@ def same_letters(answer: str, gold: str) -> bool:
 def _letters(text: str) -> str:
     text = re.sub(rf"{_SPACE}+", " ", _FORMATTING.sub("", without_text(text))).rstrip(" .,;")
     text = re.sub(r"(?<=\d) ?([AaPp])\.? ?[Mm]\b\.?", lambda found: found[1].lower() + "m", text)
+    text = _AFTERNOON.sub(lambda found: f"{int(found[1]) + 12}{found[2]}", text)
     text = next((word for each, word in _SAME_WORDS if each.fullmatch(text)), text)
     return re.sub(r" (?!\w)|(?<!\w) ", "", text)
 
@@ -316,8 +319,8 @@ def other_readings(answer: str, gold: str) -> Iterator[tuple[str, str]]:
 
 
 def _in_other_words(answer: str, gold: str) -> Iterator[str]:
-    r"""2+1/3 for "2 and 1/3", 3:2 for "3 to 2", 1, 2 for x_1=1, x_2=2, a matrix for [[1,2],[3,4]],
-    and degrees for \pi/3 where the gold is in degrees."""
+    r"""2+1/3 for "2 and 1/3", 3:2 for "3 to 2", a binomial for C(10,3), 1, 2 for x_1=1, x_2=2, a
+    matrix for [[1,2],[3,4]], and degrees for \pi/3 where the gold is in degrees."""
     for pattern, other in _REWRITTEN:
         if (written := pattern.sub(other, answer)) != answer:
             yield written

@@ -39,6 +39,7 @@ _UNITS = {  # in seconds, or in seconds of arc
 _UNIT = "|".join(f"(?:{names})" for names in _UNITS)
 _PART = re.compile(rf"({_NUMBER})\s*({_UNIT})(?![a-z])[\s,]*(?:and\s+)?")
 _IS_ANGLE = re.compile(r"\\circ|deg")
+_CLOCK = re.compile(r"\d{1,3}(?::[0-5]\d)+")
 
 
 def components(answer: str, gold: str) -> tuple[list[str], list[str]] | None:
@@ -119,9 +120,15 @@ def same_quantity(answer: str, gold: str) -> bool | None:
     """Whether two angles, or two times, are equal; None where the units do not decide.
 
     They decide where they differ, or where there are several: 90 minutes is 1 hour 30 minutes. A
-    number without a unit is in degrees, if the other is an angle in degrees and minutes.
+    number without a unit is in degrees, if the other is an angle in degrees and minutes; 3:20 is in
+    the units of a gold time that has as many.
     """
     (units, size, angle), (gold_units, gold_size, gold_angle) = _size(answer), _size(gold)
+    if _CLOCK.fullmatch(clock := answer.strip(" $")) and not gold_angle:
+        numbers = [int(each) for each in clock.split(":")]
+        if len(numbers) == len(gold_units):
+            pairs = zip(numbers, gold_units, strict=True)
+            units, size = gold_units, Fraction(sum(number * unit for number, unit in pairs))
     if angle and gold_size is None and len(units) > 1:
         gold_units, gold_size, gold_angle = _size(rf"{gold}^\circ")
     elif gold_angle and size is None and len(gold_units) > 1:

@@ -34,6 +34,8 @@ NUMBERS = [
     ("12", ["12 miles per hour"], ["12 million"]),
     ("2500000", [r"\$2.5\text{ million}", "2.5 million dollars"], ["2.5 billion", "2.5"]),
     ("6.02e23", ["6.02 x 10^{23}", r"6.02\text{ x }10^{23}"], []),
+    ("120", ["C(10,3)", "C(10, 3)"], ["C(10,4)", "(10,3)"]),
+    ("(10,3)", ["(10,3)"], ["C(10,4)"]),
     (r"\frac{7}{3}", ["2 and 1/3", r"2\text{ and }\frac13"], ["2 and 1/4", "2, 1/3"]),
     (r"1.6\times10^{-19}\text{ C}", ["1.6*10^-19", r"1.6\cdot10^-19"], ["1.6*10^-18"]),
     ("1000000", ["1.000.000"], ["1.000"]),
@@ -42,7 +44,8 @@ NUMBERS = [
 TEXTS = [
     (r"\text{Evelyn}", ["Evelyn", r"\textbf{evelyn.}"], ["Eve"]),  # MATH
     ("np.arcsin(10/13)", ["np.arcsin(10/13)"], ["10/13"]),  # Minerva
-    ("6:15 PM", [r"6{:}15 \text{ PM}"], ["6:15 AM"]),
+    ("6:15 PM", [r"6{:}15 \text{ PM}", "18:15"], ["6:15 AM", "6:15", "18:16"]),
+    ("18:15", [r"6:15\text{ p.m.}"], ["6:15 AM"]),
     ("no solution", [r"\text{No solutions}", r"\emptyset", "None"], ["0", "one solution"]),
     (r"\ln 2", [r"\log_e 2", r"\mathrm{ln}\,2"], [r"\log_{10} 2"]),
     ("4:30 p.m.", [r"\text{4:30 p.m.}", r"4:30\ \text{p.m.}"], [r"\text{4:45 p.m.}", "4"]),
@@ -189,8 +192,9 @@ QUANTITIES = [
     (
         r"1\text{ hour }30\text{ minutes}",
         [r"90\text{ minutes}", "1.5 hours", "1 h 30 min"],
-        ["1 hour 20 minutes", "1", "90 hours"],
+        ["1 hour 20 minutes", "1", "90 hours", "1:20", "0:01:30"],
     ),
+    (r"3\text{ hours }20\text{ minutes}", ["3:20", "200 min"], ["3:21", "20:3", "2:80"]),
     (r"60^\circ", [r"\frac{\pi}{3}", r"\frac{\pi}{3}\text{ radians}"], [r"\frac{\pi}{6}"]),
     ("2 days", [r"48\text{ hours}", "2"], ["2 hours"]),
 ]
