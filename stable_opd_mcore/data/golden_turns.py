@@ -10,7 +10,7 @@ from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import Message
 from stable_opd_mcore.data.rows import Row
 from stable_opd_mcore.data.sources import is_bare_answer, source_name
-from stable_opd_mcore.data.thoughts import golden_response
+from stable_opd_mcore.data.thoughts import MARKS, golden_response
 from stable_opd_mcore.data.tool_schemas import Tool
 from stable_opd_mcore.errors import DataError
 
@@ -94,7 +94,10 @@ def golden_parts(
         if of_assistant:
             (turn,) = group
             stop = bridge.turns.stop_of(turn)
-            text = golden_response(bridge.turns.said(turn), prompt_text)
+            said = bridge.turns.said(turn)
+            if not any(mark in said for mark in chain(*MARKS)):
+                said = bridge.turns.no_thought + said
+            text = golden_response(said, prompt_text)
             parts.append(GoldenTurn(observed, text, stop))
         else:
             between = bridge.append(list(group), stop[0], tools, turn)

@@ -14,7 +14,7 @@ from typing import Any
 
 from stable_opd_mcore.data.chat import Tokenizer
 from stable_opd_mcore.data.messages import THOUGHT, Message
-from stable_opd_mcore.data.thoughts import CHANNEL
+from stable_opd_mcore.data.thoughts import CHANNEL, MARKS
 from stable_opd_mcore.data.tool_schemas import Tool
 from stable_opd_mcore.errors import DataError
 
@@ -46,6 +46,15 @@ class WrittenTurns:
         if thought:
             text = self._tokenizer.form.in_marks(thought, text)
         return self._with_calls(text, calls) if calls else text
+
+    @cached_property
+    def no_thought(self) -> str:
+        """The empty thought that the template writes between a prompt and an answer without one
+        (Qwen3's, GLM-4.5's); "" for others."""
+        whole = self._whole({"role": "assistant", "content": MARK})
+        before = (whole or "").partition(MARK)[0]
+        is_empty = "".join(before.split()) in map("".join, MARKS)
+        return before if is_empty else ""
 
     def _with_calls(self, text: str, calls: Sequence[Mapping[str, Any]]) -> str:
         """A text, and after it the calls as the chat template writes them."""

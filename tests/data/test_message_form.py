@@ -14,10 +14,11 @@ from stable_opd_mcore.data.sources import load_rows
 from stable_opd_mcore.errors import DataError
 from stable_opd_mcore.inputs.example_episode import example_turn
 from tests.commands.check.directories import write_model
-from tests.data.real_tokenizers import MATH, QWEN3, R1, THINKING, real_tokenizer
+from tests.data.real_tokenizers import GLM45, MATH, QWEN3, R1, THINKING, real_tokenizer
 
 ASK = {"role": "user", "content": "1+1?"}
 ANSWER = {"role": "assistant", "content": "It is 2."}
+R1_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 KEYS = ("reasoning_content", "reasoning", "thinking", "thoughts")
 MARKED = "<think>\nHm.\n</think>\n\nIt is 2."
 CHANNELS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -76,15 +77,24 @@ def goldens(rows, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("name", "written"),
+    ("name", "written", "plain"),  # with a thought, without one
     [
-        (QWEN3, f"{MARKED}<|im_end|>"),
-        (THINKING, "Hm.\n</think>\n\nIt is 2.<|im_end|>"),
-        (R1, f"{MARKED}<\uff5cend\u2581of\u2581sentence\uff5c>"),
-        ("harmony", f"{CHANNELS}It is 2.<|return|>"),
+        (QWEN3, f"{MARKED}<|im_end|>", "<think>\n\n</think>\n\nIt is 2.<|im_end|>"),
+        (THINKING, "Hm.\n</think>\n\nIt is 2.<|im_end|>", "\n</think>\n\nIt is 2.<|im_end|>"),
+        (R1, f"{MARKED}{R1_END}", f"It is 2.{R1_END}"),
+        (
+            "harmony",
+            f"{CHANNELS}It is 2.<|return|>",
+            "<|channel|>final<|message|>It is 2.<|return|>",
+        ),
+        (
+            GLM45,
+            "\n<think>Hm.</think>\nIt is 2.<|endoftext|>",
+            "\n<think></think>\nIt is 2.<|endoftext|>",
+        ),
     ],
 )
-def test_a_thought_in_a_key_is_what_the_student_would_sample(tmp_path, name, written):
+def test_a_thought_in_a_key_is_what_the_student_would_sample(tmp_path, name, written, plain):
     tokenizer = harmony(tmp_path / "m") if name == "harmony" else real_tokenizer(name)
     in_keys = [[ASK, {**ANSWER, key: " Hm.\n"}] for key in KEYS]
     text = {"type": "text", "text": "It is 2."}
@@ -100,7 +110,7 @@ def test_a_thought_in_a_key_is_what_the_student_would_sample(tmp_path, name, wri
     empty = [[ASK, {**ANSWER, key: value}] for key in KEYS for value in ("", " ", None)]
     empty.append([ASK, {**ANSWER, "content": [{"type": "thinking", "thinking": ""}, text]}])
     rows = rows_of(tmp_path / "rows.jsonl", *empty, [ASK, ANSWER])
-    assert len(set(goldens(rows, tokenizer))) == 1
+    assert {*goldens(rows, tokenizer)} == {plain}
     assert {row.solution for row in rows} == {"It is 2."}
 
 
