@@ -51,6 +51,12 @@ def neighbours_of(folder: Path, source: bytes) -> Neighbours:
     return tuple(sorted(found.items()))
 
 
+def imported_from(folders: Sequence[str], sources: Sequence[bytes]) -> list[str]:
+    """What these files import that is in one of the folders."""
+    imported = {name.partition(".")[0] for text in sources for name in _imported_names(text, "")}
+    return [name for name in sorted(filter(None, imported)) if PathFinder.find_spec(name, folders)]
+
+
 @contextmanager
 def importable(folder: Path, files: Neighbours, stays: bool = False) -> Iterator[None]:
     """Let imports find these files of the folder, and nothing else that is not installed.

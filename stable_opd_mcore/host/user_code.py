@@ -7,6 +7,7 @@ copy of all of them.
 
 import functools
 import inspect
+import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -19,8 +20,14 @@ from typing import Any, cast
 import xxhash
 
 from stable_opd_mcore.errors import ConfigError
-from stable_opd_mcore.host.neighbours import Neighbours, importable, neighbours_of
+from stable_opd_mcore.host.neighbours import (
+    Neighbours,
+    importable,
+    imported_from,
+    neighbours_of,
+)
 
+_LOG = logging.getLogger(__name__)
 MAX_CHARACTERS = 1_000_000  # of a text; its middle is cut out of a longer one
 _CUT = "\n[...]\n"
 
@@ -62,7 +69,16 @@ def _imported(path: str, source: bytes, neighbours: Neighbours, stays: bool = Fa
     module.__file__ = path
     sys.modules[module.__name__] = module  # dataclasses look their module up there
     with importable(Path(path).parent, neighbours, stays):
+        known = {*sys.path}
         exec(compile(source, path, "exec"), vars(module))
+        added = [folder for folder in sys.path if folder not in known]
+        if names := imported_from(added, [source, *(text for _, text in neighbours)]):
+            _LOG.warning(
+                "%s: it imports %s through its own sys.path; a run keeps no copy of that, and a "
+                "resume does not notice a change: move it next to the file, or install it",
+                path,
+                ", ".join(names),
+            )
     return module
 
 

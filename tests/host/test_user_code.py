@@ -123,6 +123,19 @@ def test_what_a_file_cannot_import_says_the_rule(tmp_path, monkeypatch, source, 
         read_user_function("envs/own.py:f", ("a", "b"))
 
 
+def test_what_an_own_search_path_finds_is_named(tmp_path, caplog):
+    for name in ("lib/far.py", "lib/far_too.py", "one/near.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import json\nN = 3")
+    source = f"import sys\nsys.path.append({str(tmp_path / 'lib')!r})\nimport far, near\n"
+    source += "def f(a, b):\n    from far_too import N\n    return N"
+    (tmp_path / "one/own.py").write_text(source)
+    read = read_user_function(f"{tmp_path}/one/own.py:f", ("a", "b"))
+    assert [name for name, _ in read.neighbours] == ["near.py"]
+    assert "it imports far, far_too through its own sys.path" in caplog.text
+    assert len(caplog.records) == 1
+
+
 def test_what_was_read_runs_in_any_process_after_the_file_has_changed(tmp_path):
     path, named = tmp_path / "own.py", f"{tmp_path}/own.py:f"
     path.write_text(GOOD)
