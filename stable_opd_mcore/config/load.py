@@ -109,7 +109,10 @@ def _parse_override(override: str) -> DictConfig:
             override = f"{key}={json.dumps(value)}"
         return OmegaConf.from_dotlist([override])
     except (YAMLError, RecursionError) as error:
-        raise ConfigError(f"override {override!r:.200}: not YAML; correct it: {error}") from error
+        raise ConfigError(
+            f"override {override!r:.200}: not YAML; correct it, and put a text in quotes, which "
+            f"YAML must see, too: '{key}=\"...\"': {error}"
+        ) from error
 
 
 def _refuse_replaced(
@@ -244,6 +247,8 @@ def _explain(item: Any, origin: str, overrides: Sequence[str]) -> str:
     if item["type"] == "missing":
         return f"{origin}: {key} is required; set it"
     given = "" if item["type"] == "value_error" else f" (given {item['input']!r:.200})"
+    if item["type"] == "string_type" and isinstance(item["input"], dict | list):
+        given += '; put the text in quotes, which YAML must see, too: "..."'
     where = f"{key}: " if key else ""
     return f"{origin}: {where}{item['msg'].removeprefix('Value error, ')}{given}"
 

@@ -138,8 +138,8 @@ def read_dataset(source: SourceConfig) -> Iterator[tuple[int, dict[str, Any]]]:
     except (OSError, ValueError, DatasetsError) as error:
         raise DataError(
             f"{source.path}: datasets cannot load split {source.split!r}: "
-            f"{error.__cause__ or error}. Without internet, download it elsewhere and set "
-            "data.*.path to the directory or file"
+            f"{error.__cause__ or error}. Without internet, download it elsewhere and name "
+            "its directory or file instead"
         ) from error
     table = cast("datasets.Dataset", dataset)
     records = cast("Iterable[dict[str, Any]]", table)

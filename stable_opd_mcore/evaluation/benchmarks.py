@@ -5,8 +5,10 @@ or with problem and answer), or from the hub and its cache. Two published gold a
 graded as they are; they are replaced here.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from stable_opd_mcore.config.data import ColumnsConfig, SourceConfig
 from stable_opd_mcore.data.rows import Row
@@ -77,7 +79,7 @@ def load_benchmark(
     )
     prefix = source_name(source)
     rows = []
-    for number, record in read_records(source):
+    for number, record in _records(source, name, from_hub=directory is None):
         columns = ColumnsConfig(
             problem=benchmark.problem if benchmark.problem in record else "problem",
             answer=benchmark.answer if benchmark.answer in record else "answer",
@@ -94,11 +96,24 @@ def load_benchmark(
     return rows
 
 
+def _records(source: SourceConfig, name: str, from_hub: bool) -> Iterator[tuple[int, Any]]:
+    try:
+        yield from read_records(source)
+    except DataError as error:
+        if not from_hub:
+            raise
+        raise DataError(
+            f"{error}: save it as {name}.parquet or {name}.jsonl in a folder, and name that in "
+            "evaluation.benchmark_directory (for prepare, --benchmarks)"
+        ) from error
+
+
 def _local_file(name: str, directory: Path) -> Path:
     found = (directory / f"{name}{suffix}" for suffix in (".jsonl", ".parquet"))
     if file := next((path for path in found if path.is_file()), None):
         return file
     raise DataError(
         f"{directory}: neither {name}.jsonl nor {name}.parquet in it; `stable-opd prepare` writes "
-        "them, or set evaluation.benchmark_directory=null to read the hub"
+        "them; or set evaluation.benchmark_directory=null (for prepare, leave out --benchmarks) to "
+        "read the hub"
     )

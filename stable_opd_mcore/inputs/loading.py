@@ -315,10 +315,10 @@ def refuse_small_vocabulary(
 ) -> None:
     """Raise a UserError where the embedding has no row for the tokenizer's largest id, size-1."""
     if architecture.vocab_size < size:
+        own = f"set {setting} to the model's own, or take another model"
         raise UserError(
             f"{path or 'the inline architecture'}: vocab_size={architecture.vocab_size} has no row "
-            f"for the tokenizer's largest id, {size - 1}: set {setting} to the model's own, or "
-            "take another model"
+            f"for the tokenizer's largest id, {size - 1}: {own if path else f'set it to {size}'}"
         )
 
 

@@ -116,7 +116,11 @@ def copy_weights(
         target[1].lerp_(source[1].to(torch.float32), 1 - decay)
 
 
-def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
+def refuse_non_finite(
+    chunks: Sequence[Module],
+    origin: str,
+    remedy: str = "take finite weights, such as those of an earlier checkpoint",
+) -> None:
     """Raise a NotFiniteError on all ranks if some weight is NaN or infinite. Collective."""
     parameters = [(weight.detach(), entry) for _, weight, entry in described_parameters(chunks)]
     for factors in factors_of(chunks):
@@ -126,10 +130,7 @@ def refuse_non_finite(chunks: Sequence[Module], origin: str) -> None:
     bad = None if all(finite) else ", ".join(parameters[finite.index(False)][1].hf_names)
     for name in gather_objects(bad):
         if name is not None:
-            raise NotFiniteError(
-                f"{origin}: tensor {name} holds NaN or infinity; take finite weights, such as "
-                "those of an earlier checkpoint"
-            )
+            raise NotFiniteError(f"{origin}: tensor {name} holds NaN or infinity; {remedy}")
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -99,7 +99,8 @@ def derive_topology(
         raise UserError(
             f"rollout.sglang.placement=disaggregated: all {counted(gpus_per_node, 'GPU')} of the "
             "machine train, and none is left for servers: start fewer ranks, set "
-            "rollout.sglang.placement=colocated, or give servers nodes (SERVER_NODES)"
+            "rollout.sglang.placement=colocated, or give servers nodes (SERVER_NODES, or plan's "
+            "--server-nodes)"
         )
     count, tensor = machine_servers(config, architecture, gpus, memory_gib, placement)
     if placement == "colocated":
@@ -241,7 +242,11 @@ def smallest_tensor(
         if weights_gib / size <= room_gib:
             return size
     largest = max(sizes, default=0)
-    others = "server nodes (SERVER_NODES) or " if placement == "colocated" else ""
+    others = (
+        "server nodes (SERVER_NODES, or plan's --server-nodes) or "
+        if placement == "colocated"
+        else ""
+    )
     raise UserError(
         f"the {role}'s {dtype} weights take {weights_gib:.1f} GiB, and the largest {placement} "
         f"server, on {counted(largest, 'GPU')}, has {largest * room_gib:.1f} GiB for them: use "
@@ -331,8 +336,8 @@ def _refuse_bare_gpus(
         raise UserError(
             f"colocated servers of {counted(tensor, 'GPU')} leave {bare} of {gpus} GPUs without a "
             f"server ({layout}); a server needs neighbouring GPUs of one data-parallel rank on one "
-            "node: give servers nodes of their own (SERVER_NODES), or lower parallel.pipeline or "
-            "rollout.sglang.tensor"
+            "node: give servers nodes of their own (SERVER_NODES, or plan's --server-nodes), or "
+            "lower parallel.pipeline or rollout.sglang.tensor"
         )
 
 

@@ -72,7 +72,8 @@ def update_once(
     metrics = reduce_row_metrics(run.world, row_metrics()) | run.student.routers.take()
     require_finite(metrics, grad_norm, step)  # before any weight changes
     run.student.update(lr)
-    refuse_non_finite(run.student.chunks, f"step {step}: nothing is saved or published")
+    origin = f"step {step}: nothing is saved or published"
+    refuse_non_finite(run.student.chunks, origin, "lower optimizer.lr, and start again")
     # Each update has its own normaliser, so a step reports the mean of its updates' losses.
     losses = {
         key: Mean(loss.total, 1)

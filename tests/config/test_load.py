@@ -86,6 +86,10 @@ def test_no_override_is_cut_at_a_hash(text):
          "run.directory=/root/runs"),
         ("run.name=\x07", "not YAML; correct it", "run.name=a"),
         ("run.name=" + "[" * 1_000, "not YAML; correct it", "run.name=a"),
+        ("teacher.prompt={{ problem }}", "put a text in quotes, which YAML must see",
+         'teacher.prompt="{{ problem }}"'),
+        ("data.prompt_template=Q: {problem}", "put the text in quotes, which YAML must see",
+         'data.prompt_template="Q: {problem}"'),
     ],
 )  # fmt: skip
 def test_errors_name_the_key_the_file_and_the_remedy(override, message, remedy):

@@ -242,7 +242,7 @@ def test_non_finite_numbers_stop_the_step_that_made_them(run):
 
     _, (batches, _) = scored_step(run)
     kept = [{k: v.clone() for k, v in c.named_parameters()} for c in run.student.chunks]
-    with pytest.raises(UserError, match=r"^step 9: nothing is saved or published: tensor .* NaN"):
+    with pytest.raises(UserError, match=r"^step 9: nothing is saved .* NaN.*lower optimizer\.lr"):
         update_once(run, batches, float("inf"), 9)
     with torch.no_grad():
         for chunk, weights in zip(run.student.chunks, kept, strict=True):

@@ -53,9 +53,11 @@ def convert(
             directory, or there is no tokenizer, or `tokenizer` has other ids than the model.
     """
     require_new_directory(target)
-    if not source.is_dir():
+    if not (source / "config.json").is_file() and not is_adapter(source) | is_megatron(source):
         raise UserError(
-            f"{source}: not a directory; give that of a model, with config.json, or of a checkpoint"
+            f"{source}: no model, checkpoint or adapter, since it has no config.json and no "
+            "adapter_config.json; give the directory of one: in that of a run, model/, adapter/ or "
+            "one of checkpoints/"
         )
     if target.resolve().is_relative_to(source.resolve()):
         raise UserError(

@@ -288,7 +288,7 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
         if found != wanted and found not in family.spellings.get(key, ()):
             raise UserError(
                 f"{fields.origin}: {key}={found!r} is not supported for {model_type}; "
-                f"expected {wanted!r}; correct config.json if the weights are not of that kind, "
+                f"expected {wanted!r}; correct it if the weights are not of that kind, "
                 "else take another model"
             )
 
@@ -330,7 +330,7 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
     if heads % groups:
         raise UserError(
             f"{origin}: num_attention_heads={heads} is not a multiple of "
-            f"num_key_value_heads={groups}; correct config.json"
+            f"num_key_value_heads={groups}; correct it"
         )
     return heads, groups, head_dim or hidden // heads
 
@@ -340,7 +340,7 @@ def _refuse_groups(fields: Fields, heads: int) -> None:
         raise UserError(
             f"{fields.origin}: num_key_value_heads={fields.get('num_key_value_heads')!r:.60} is "
             f"not supported for {fields.values['model_type']}; expected num_attention_heads="
-            f"{heads}, since every head has keys and values of its own: correct config.json"
+            f"{heads}, since every head has keys and values of its own: correct it"
         )
 
 

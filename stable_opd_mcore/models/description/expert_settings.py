@@ -37,8 +37,7 @@ def read_experts(fields: Fields, family: Family) -> Experts:
     per_token = fields.count("num_experts_per_tok")
     if per_token > number:
         raise UserError(
-            f"{fields.origin}: num_experts_per_tok={per_token} exceeds {key}={number}; "
-            "correct config.json"
+            f"{fields.origin}: num_experts_per_tok={per_token} exceeds {key}={number}; correct it"
         )
     normalised = fields.flag("norm_topk_prob")
     if per_token == 1 and normalised:
@@ -73,6 +72,6 @@ def _groups(fields: Fields, number: int, per_token: int) -> tuple[int, int]:
             f"{fields.origin}: n_group={groups} and topk_group={best} do not suit "
             f"n_routed_experts={number} and num_experts_per_tok={per_token}: expected groups of "
             "equally many experts, two at least, and in topk_group of them as many as a token "
-            "has; correct config.json"
+            "has; correct it"
         )
     return groups, best

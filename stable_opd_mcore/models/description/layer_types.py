@@ -35,7 +35,7 @@ def read_layer_types(fields: Fields, family: Family) -> tuple[str, ...] | None:
         raise UserError(
             f"{fields.origin}: layer_types has {len(types)} layers, {types.count(FULL)} of "
             f"them {FULL}; expected {number} (num_hidden_layers), at least one of them "
-            f"{FULL}: correct config.json"
+            f"{FULL}: correct it"
         )
     return tuple(types)
 
@@ -95,7 +95,7 @@ def read_dense_layers(fields: Fields, family: Family) -> int:
         raise UserError(
             f"{fields.origin}: {first} of {number} layers have a dense MLP, and "
             f"first_k_dense_replace={said!r:.60}; expected at least one layer with experts, and "
-            "one number: correct config.json"
+            "one number: correct it"
         )
     return first
 

@@ -88,6 +88,6 @@ def read_delta_net(fields: Fields) -> DeltaNet:
     if net.num_value_heads % net.num_key_heads:
         raise UserError(
             f"{fields.origin}: linear_num_value_heads={net.num_value_heads} is not a multiple of "
-            f"linear_num_key_heads={net.num_key_heads}; correct config.json"
+            f"linear_num_key_heads={net.num_key_heads}; correct it"
         )
     return net

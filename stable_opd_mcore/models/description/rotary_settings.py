@@ -127,7 +127,7 @@ def read_rotary(fields: Fields, head_dim: int, share: float, *, must_say: bool =
         raise UserError(f"{origin}: no rope_theta, nor one in rope_parameters; add it")
     theta = holder.number("rope_theta", 0.0)
     if theta <= 1:
-        raise UserError(f"{origin}: rope_theta={theta:g} should be above 1; correct config.json")
+        raise UserError(f"{origin}: rope_theta={theta:g} should be above 1; correct it")
     kind = _kind(given, origin)["rope_type"]
     size = _rotated_size(fields, inner, head_dim, share, kind)
     if kind == "default":
@@ -155,7 +155,7 @@ def read_rotary(fields: Fields, head_dim: int, share: float, *, must_say: bool =
     if kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
         raise UserError(
             f"{origin}: low_freq_factor={scaling.low_freq_factor:g} should be below "
-            f"high_freq_factor={scaling.high_freq_factor:g}; correct config.json"
+            f"high_freq_factor={scaling.high_freq_factor:g}; correct it"
         )
     if kind == "yarn":
         _refuse_another_reading(inner, scaling)
@@ -187,8 +187,7 @@ def read_latent_rotary(fields: Fields, size: int) -> tuple[Rotary, float]:
         raise UserError(
             f"{fields.origin}: mscale={both[0]!r}, mscale_all_dim={both[1]!r} and attention_factor="
             f"{given.get('attention_factor')!r} of YaRN, which transformers and servers read in "
-            "two ways; expected both mscale and mscale_all_dim, or none of the three: correct "
-            "config.json"
+            "two ways; expected both mscale and mscale_all_dim, or none of the three: correct it"
         )
     if not all(both):
         return rotary, 1.0
@@ -231,8 +230,8 @@ def of_layers(fields: Fields, kind: str) -> Fields:
     if not isinstance(given, Mapping) or not given.keys() <= _BASES.keys():
         raise UserError(
             f"{fields.origin}: rope_parameters={given!r:.80} is not supported for "
-            f"{values['model_type']}; expected an object for each of {', '.join(_BASES)}: correct "
-            "config.json"
+            f"{values['model_type']}; expected an object for each of {', '.join(_BASES)}: "
+            "correct it"
         )
     key, base = _BASES[kind]
     outer = values.pop(key, None)
@@ -318,7 +317,7 @@ def _rotated_size(fields: Fields, inner: Fields, head_dim: int, default: float, 
     if share > 1 or size < 2 or size % 2:
         raise UserError(
             f"{fields.origin}: {key}={share} of head_dim={head_dim} rotates {size} elements of a "
-            "head; expected an even number of them, and at most all; correct config.json"
+            "head; expected an even number of them, and at most all; correct it"
         )
     return size
 

@@ -290,8 +290,8 @@ def _refuse_other_base(path: Path, record: Record, base: str | None) -> None:
     if record.base != base:
         raise UserError(
             f"{path}: its low-rank factors belong to weights with the hash {record.base}, but "
-            f"those of student.path have {base}; give the model and the "
-            "train.precision that the run began with"
+            f"those of student.path have {base}; give the model, or the train.seed of random "
+            "weights, and the train.precision that the run began with"
         )
 
 

@@ -42,7 +42,8 @@ def convert_in_both_directions(home: Path) -> None:
     hf, other, bare = home / "hf", home / "other", home / "bare"
     shutil.copytree(hf, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     for source, target, words in (
-        (home / "absent", other, "not a directory; give that of a model"),
+        (home / "absent", other, "no model, checkpoint or adapter"),
+        (home, other, r"no config\.json .*; give the directory of one: in that of a run, model/"),
         (hf, hf / "inside", "would then hold two models; give a directory elsewhere"),
         (hf, bare, "exists; give a directory that does not"),
         (bare, other, r"no tokenizer\.json in it.*with --tokenizer"),
