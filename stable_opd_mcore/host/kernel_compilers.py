@@ -32,10 +32,11 @@ def toolkit_home(environment: Mapping[str, str]) -> Path:
     return Path(nvcc).parents[1] if nvcc else Path("/usr/local/cuda")
 
 
-def missing_tools(python: str, environment: Mapping[str, str]) -> str:
+def missing_tools(python: str, environment: Mapping[str, str], *, with_draft: bool = False) -> str:
     """What this machine lacks to compile kernels, as one line with the remedies; "" if nothing.
 
-    Ninja is looked for next to the servers' interpreter (serving/command.py), then in PATH.
+    Ninja is looked for next to the servers' interpreter (serving/command.py), then in PATH. The
+    kernel that judges a draft's tokens is compiled for the first of them, and needs curand.h.
     """
     path = environment.get("PATH", os.defpath)
     home, compiler = toolkit_home(environment), _compiler(environment)
@@ -47,6 +48,12 @@ def missing_tools(python: str, environment: Mapping[str, str]) -> str:
         f"the C++ compiler {compiler}: install g++, or set CXX": shutil.which(compiler, path=path),
         f"ninja: {python} -m pip install ninja": shutil.which("ninja", path=f"{own_folder}:{path}"),
     }
+    if with_draft:
+        folders = (home / "include", *map(Path, environment.get("CPATH", "").split(os.pathsep)))
+        header = (
+            f"curand.h in {home}/include: install the toolkit's cuRAND, or set CPATH to its folder"
+        )
+        found[header] = any((folder / "curand.h").is_file() for folder in folders)
     missing = [what for what, is_there in found.items() if not is_there]
     words = "; without ".join(missing)
     return f"servers compile kernels here, without {words}" if missing else ""

@@ -23,6 +23,9 @@ def test_a_kernel_is_built_as_sglang_does(tmp_path):
     python, variables = str(ninja.with_name("python")), {"PATH": "/usr/bin:/bin"}
     variables["CUDA_HOME"] = str(TOOLKIT)
     assert missing_tools(python, variables) == ""
+    (tmp_path / "curand.h").touch()
+    with_header = variables | {"CPATH": f"{tmp_path}/bin:{tmp_path}"}
+    assert missing_tools(python, with_header, with_draft=True) == ""
     assert compiler_faults(python, "", variables) == {}
     absent = str(tmp_path / "absent")
     (line,) = compiler_faults(python, "", variables | {"TMPDIR": absent}).values()

@@ -94,7 +94,8 @@ def refuse_unbuildable_kernels(config: Config) -> None:
     if not config.rollout.has_servers or sglang.placement == "external":
         return
     refuse_missing_interpreter(sglang.python)
-    if missing := missing_tools(sglang.python, os.environ):
+    with_draft = draft_of(config) is not None
+    if missing := missing_tools(sglang.python, os.environ, with_draft=with_draft):
         raise UserError(missing)
 
 

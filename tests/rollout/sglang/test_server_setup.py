@@ -204,5 +204,8 @@ def test_servers_that_could_not_start_are_refused_before_models_are_loaded(tmp_p
     with pytest.raises(UserError, match=r"without nvcc in .* set CUDA_HOME") as refused:
         refuse_unbuildable_kernels(config())
     assert "\n" not in str(refused.value)
+    assert "curand.h" not in str(refused.value)
+    with pytest.raises(UserError, match=r"curand\.h in .*/include: install .* set CPATH"):
+        refuse_unbuildable_kernels(config(speculative={"algorithm": "mtp"}))
     refuse_unbuildable_kernels(config(placement="external", urls=["http://n1:9"]))
     refuse_unbuildable_kernels(run_with())
