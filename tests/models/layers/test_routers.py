@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from stable_opd_mcore.data.packing import pack
 from stable_opd_mcore.models.description.architecture import Architecture
 from stable_opd_mcore.models.gpt import build_model
 from stable_opd_mcore.models.hidden_states import forward_hidden
@@ -15,6 +16,7 @@ from stable_opd_mcore.models.layers.routers import Routers, load_metrics
 from stable_opd_mcore.parallel.world import World
 from stable_opd_mcore.records import MicroBatch
 from tests.models import tiny
+from tests.shares import sample_of, weights_of
 
 EXPERTS, CHOSEN, LAYERS = 8, 2, 4
 ARCHITECTURE, HYBRID = (
@@ -107,6 +109,39 @@ def test_loads_and_gradients_are_those_of_the_definition(
     assert [*routers.take().values_by_key().values()] == [None, None]  # nothing since
     for name, gradient in gradients(chunk).items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=2e-4, atol=1e-5)
+
+
+def test_replayed_choices_of_shared_tokens_give_the_gradients_of_whole_sequences(world) -> None:
+    prompt, samples = (1, 2, 3, 4, 5), []
+    for seed, response in enumerate(((6, 7), (8, 9, 10), (6, 11, 12))):
+        num_tokens = len(prompt) + len(response)
+        routed = torch.cat((other_choices(5, 9), other_choices(num_tokens - 6, seed)))
+        sample = sample_of("rollout", "p", prompt, response)
+        samples.append(replace(sample, routed_experts=routed.numpy()))
+    found = []
+    for shares in (False, True):
+        packed = pack(
+            samples,
+            weights_of(samples),
+            max_tokens=64,
+            routing=(LAYERS, CHOSEN),
+            share_prefixes=shares,
+        )
+        (chunk,) = build_model(ARCHITECTURE, world)
+        routers, sums = Routers([chunk]), torch.zeros(len(samples), 3)
+        for batch in packed:
+            with routers.applying(batch, trains=True):
+                rows_N = forward_hidden(chunk, batch)[batch.rows_N].pow(3).sum(dim=1)
+            rows_N.sum().backward()
+            sums[batch.sample_index_N, batch.token_index_N] = rows_N.detach()
+        num_tokens = sum(len(batch.tokens_T) for batch in packed)
+        found.append((num_tokens, sums, gradients(chunk)))
+    (whole, sums, of_whole), (shared, of_shared_sums, of_shared) = found
+    assert (whole, shared) == (23, 13)  # the experts of the responses differ
+    torch.testing.assert_close(of_shared_sums, sums, rtol=1e-5, atol=1e-4)
+    assert of_shared.keys() == of_whole.keys()
+    for name, gradient in of_shared.items():
+        torch.testing.assert_close(gradient, of_whole[name], rtol=2e-4, atol=1e-5)
 
 
 def test_own_choice_changes_nothing_and_another_one_is_followed(world) -> None:
