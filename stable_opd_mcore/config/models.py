@@ -41,6 +41,11 @@ class ModelConfig(Section):
     def _one_source(self) -> Self:
         if self.path is not None and self.architecture is not None:
             raise ValueError("path and architecture are both set; drop one of them")
+        if self.stop_token_ids == ():
+            raise ValueError(
+                "stop_token_ids is an empty list, so no token would end a response; list at least "
+                "one, or set it to null for those of the model's files"
+            )
         return self
 
 

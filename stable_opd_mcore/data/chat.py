@@ -60,7 +60,7 @@ class Tokenizer:
         backend.backend_tokenizer.no_padding()
         self._take(template_kwargs or {})
         warn_of_clock(self._template, path)
-        self._is_synthetic = backend.get_vocab().keys() == set(VOCABULARY)
+        self.is_synthetic = backend.get_vocab().keys() == set(VOCABULARY)
         model_dir = Path(path) if Path(path).is_dir() else None
         generation = Path(path) / GENERATION
         self._generation = read_json_object(generation) if generation.is_file() else {}
@@ -229,7 +229,7 @@ class Tokenizer:
         while token := self.control_token_in(text):
             number += text.count(token)
             text = text.replace(token, f"{token[:1]} {token[1:]}" if len(token) > 1 else " ")
-        if self._is_synthetic:
+        if self.is_synthetic:
             lacking = [symbol not in VOCABULARY for symbol in text]
             number += sum(lacking)
             text = "".join("_" if lacks else c for c, lacks in zip(text, lacking, strict=True))
@@ -240,7 +240,7 @@ class Tokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, with none added; DataError for what the synthetic tokenizer lacks."""
-        if self._is_synthetic:
+        if self.is_synthetic:
             tokenizer_backend.check_symbols(texts)
         encodings = self._backend.backend_tokenizer.encode_batch_fast(
             list(texts), add_special_tokens=False

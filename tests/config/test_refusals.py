@@ -22,6 +22,8 @@ ROUTED = "teacher.engine=sglang teacher.routes.math=[http://a:1]"
          "-student.path | -student.architecture"),
         ("teacher.path=a teacher.architecture={}", "path and architecture are both set",
          "-teacher.path | -teacher.architecture"),
+        ("teacher.stop_token_ids=[]", "teacher: stop_token_ids is an empty list, so no token would",
+         "teacher.stop_token_ids=[1] | teacher.stop_token_ids=null"),
         ("teacher.engine=sglang", "sglang needs one of them, and only sglang reads them",
          "teacher.urls=[http://a:1] | teacher.routes.math=[http://a:1] | -teacher.engine"),
         ("teacher.urls=[http://a:1]", "sglang needs one of them, and only sglang reads them",

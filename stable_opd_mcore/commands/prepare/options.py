@@ -201,7 +201,13 @@ def _tokenizer(student: str, revision: str | None) -> Tokenizer:
             f"--student-revision {revision}: {student} is a path, and only a hub id has revisions; "
             "leave it out"
         )
-    return Tokenizer.load(student)
+    tokenizer = Tokenizer.load(student)
+    if tokenizer.is_synthetic:
+        raise UserError(
+            f"{student}: its tokens are the characters of the arithmetic task, whose rows are "
+            "generated and need no preparation; give a model with a tokenizer of ordinary text"
+        )
+    return tokenizer
 
 
 def _source(recipe: Recipe, source: str | None, revision: str | None) -> tuple[Path, str, str]:

@@ -35,6 +35,7 @@ ROWS = {"recipe": "rows", "columns": {"problem": "question", "solution": ""}}
     [
         ({"recipe": "math"}, "--recipe math: no such recipe; give one of openr1, ", {}),
         ({"student": "gone"}, "gone: no such tokenizer directory", {}),
+        ({"student": "synthetic"}, "synthetic: .*; give a model with a tokenizer of ordinary", {}),
         ({"columns": {"problem": "q"}}, "--problem: --recipe openr1 has columns of its own", {}),
         (
             {"recipe": "gsm8k"},
