@@ -12,8 +12,15 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from stable_opd_mcore.data.chat_api import ChatReply, ChatRequest, RequestError
-from stable_opd_mcore.data.messages import Message, split_parts
-from stable_opd_mcore.data.openai_api import SAMPLING, Form, body_key, model_name, unknown_field
+from stable_opd_mcore.data.messages import Message, split_parts, without_nulls
+from stable_opd_mcore.data.openai_api import (
+    NO_PREFILL,
+    SAMPLING,
+    Form,
+    body_key,
+    model_name,
+    unknown_field,
+)
 from stable_opd_mcore.data.request_parts import (
     Object,
     positive,
@@ -24,7 +31,10 @@ from stable_opd_mcore.data.request_parts import (
     refused,
 )
 
-_WITHOUT_EFFECT = ("metadata", "service_tier", "thinking", "context_management", "cache_control")
+_WITHOUT_EFFECT = (
+    *("metadata", "service_tier", "thinking", "context_management", "cache_control"),
+    *("speed", "inference_geo", "diagnostics"),
+)
 _READ = ("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences")
 _FINISHED = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 _ERRORS = {404: "not_found_error", 410: "not_found_error", 413: "request_too_large"}
@@ -42,17 +52,20 @@ def read_request(
 def _read(given: Object, is_retry: bool) -> tuple[ChatRequest, Form]:
     fields = {**given}
     ignored = {key for key in fields if key in (*SAMPLING, *_WITHOUT_EFFECT)}
-    effort = fields.pop("output_config", {})
-    if effort != {}:
-        if not isinstance(effort, dict) or set(cast("Object", effort)) != {"effort"}:
-            raise refused(
-                f"output_config={effort!s:.60}: what is sampled is not constrained; describe the "
-                "format in a message",
-                "unsupported_parameter",
-            )
-        ignored.add("output_config.effort")
+    config = fields.pop("output_config", {})
+    config = without_nulls(config) if isinstance(config, dict) else {"": config}
+    if config.pop("format", None) is not None:
+        raise refused(
+            "output_config.format: what is sampled is not constrained; describe the format in a "
+            "message and leave it out",
+            "unsupported_parameter",
+        )
+    ignored |= {f"output_config.{key}" for key in config if key in ("effort", "task_budget")}
+    for name in sorted(config.keys() - {"effort", "task_budget"}):
+        raise unknown_field(f"output_config.{name}", config[name])
     for name in sorted(fields.keys() - ignored - {*_READ, "stream"}):
-        raise unknown_field(name, fields[name])
+        if fields[name] not in ([], {}):
+            raise unknown_field(name, fields[name])
     tools, unread = read_tools(fields.get("tools", []))
     choice = fields.get("tool_choice", {"type": "auto"})
     kind = cast("Object", choice).get("type") if isinstance(choice, dict) else choice
@@ -85,14 +98,10 @@ def _system(content: Any) -> list[Message]:
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
-    for number, given in enumerate(cast("list[Any]", value if isinstance(value, list) else [])):
-        role = cast("Object", given).get("role") if isinstance(given, dict) else None
-        if role not in ("user", "assistant"):
-            raise refused(
-                f"messages[{number}]: role {role!s:.60}; expected user or assistant, and the "
-                "system message in the field system"
-            )
-    return read_messages(value)[0]  # what is not read of blocks has no effect
+    messages, _ = read_messages(value)  # what is not read of blocks has no effect
+    if messages[-1]["role"] == "assistant":
+        raise refused(f"the last message is the assistant's: {NO_PREFILL}", "unsupported_parameter")
+    return messages
 
 
 # ---- replies
@@ -102,7 +111,7 @@ def message(reply: ChatReply, form: Form, name: str) -> dict[str, Any]:
     """The body of a reply that is not streamed; `name` is its own."""
     return _frame(form, name) | {
         "content": _content(reply),
-        "stop_reason": _FINISHED[reply.finish_reason],
+        **_stop(reply),
         "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens},
     }
 
@@ -118,9 +127,8 @@ def events(reply: ChatReply, form: Form, name: str) -> Iterator[tuple[str, Any]]
         for delta in deltas:
             yield _event("content_block_delta", index=place, delta=delta)
         yield _event("content_block_stop", index=place)
-    delta = {"stop_reason": _FINISHED[reply.finish_reason], "stop_sequence": None}
     usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
-    yield _event("message_delta", delta=delta, usage=usage)
+    yield _event("message_delta", delta=_stop(reply), usage=usage)
     yield _event("message_stop")
 
 
@@ -131,6 +139,12 @@ def _event(kind: str, **fields: Any) -> tuple[str, Any]:
 def _frame(form: Form, name: str) -> dict[str, Any]:
     frame = {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": form.model}
     return {**frame, "stop_sequence": None}
+
+
+def _stop(reply: ChatReply) -> dict[str, Any]:
+    if reply.stop_text and reply.finish_reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_text}
+    return {"stop_reason": _FINISHED[reply.finish_reason], "stop_sequence": None}
 
 
 def _content(reply: ChatReply) -> list[dict[str, Any]]:

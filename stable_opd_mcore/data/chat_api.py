@@ -66,6 +66,7 @@ class ChatReply:
     finish_reason: FinishReason = "stop"
     prompt_tokens: int = 0  # that the student read
     completion_tokens: int = 0  # that it sampled
+    stop_text: str = ""  # which text of the request's `stop` ended it; "": none
 
     @property
     def message(self) -> Message:

@@ -33,11 +33,16 @@ SAMPLING = (
 )
 _WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "verbosity"),
-    *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "separate_reasoning"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"),
+    "separate_reasoning",
 )
 _READ = (
     *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens"),
     *("stop", "stream", "stream_options"),
+)
+NO_PREFILL = (
+    "the student samples whole turns and continues none that was begun for it: end the messages "
+    "with one of the user or of a tool"
 )
 # What is refused unless it has one of these values or is null, and what to do.
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -54,6 +59,16 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "the student reads and writes only text: leave it out"),
     "audio": ((), "the student reads and writes only text: leave it out"),
     "web_search_options": ((), "no tool runs here: give your own in tools, or leave it out"),
+    "moderation": ((), "nothing is moderated here: leave it out"),
+    # fields of vLLM and SGLang, which their clients also send with the default
+    "add_generation_prompt": ((True,), NO_PREFILL),
+    "continue_final_message": ((False,), NO_PREFILL),
+    "echo": ((False,), "a reply has only the student's turn: leave it out"),
+    "ignore_eos": ((False,), "a turn ends as the run's turns end: leave it out"),
+    "min_tokens": ((0,), "a turn ends as the run's turns end: leave it out"),
+    "include_stop_str_in_output": ((False,), "a reply ends before the text of stop: leave it out"),
+    "use_beam_search": ((False,), "turns are sampled: leave it out"),
+    "length_penalty": ((1,), "turns are sampled: leave it out"),
 }
 
 
@@ -91,6 +106,8 @@ def _read(fields: Object, template_kwargs: Object, is_retry: bool) -> tuple[Chat
     ignored = {key for key in fields if key in (*SAMPLING, *_WITHOUT_EFFECT)}
     _refuse_fields(fields.keys() - ignored - set(_READ), fields, template_kwargs)
     found, unread = read_messages(fields.get("messages"))
+    if any(each.get("prefix") is True for each in fields["messages"]):
+        raise refused(f"prefix of a message: {NO_PREFILL}", "unsupported_parameter")
     tools, unread_of_tools = read_tools(fields.get("tools"))
     choice = fields.get("tool_choice", "auto")
     request = ChatRequest(
@@ -127,7 +144,7 @@ def _refuse_fields(names: set[str], fields: Object, template_kwargs: Object) -> 
                 _refuse_other(f"chat_template_kwargs.{key}", key, each, template_kwargs)
         elif name == "reasoning_effort":
             _refuse_other(name, name, value, template_kwargs)
-        else:
+        elif value not in ([], {}):
             raise unknown_field(name, value)
 
 
@@ -161,8 +178,8 @@ def _limit(fields: Object) -> int | None:
 
 def _forces_call(choice: Any) -> bool:
     """Whether the student is told to call a tool."""
-    if choice in ("auto", "none", "required"):
-        return choice == "required"
+    if choice in ("auto", "none", "required", "any"):  # Mistral's word for required
+        return choice in ("required", "any")
     if isinstance(choice, dict) and cast("Object", choice).get("type") == "function":
         return True
     raise refused(
@@ -245,7 +262,11 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
+def model_entry(name: str = "student") -> dict[str, Any]:
+    """The body of /v1/models/<name>; any name is the student's."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "stable-opd"}
+
+
 def model_list() -> dict[str, Any]:
     """The body of /v1/models."""
-    student = {"id": "student", "object": "model", "created": 0, "owned_by": "stable-opd"}
-    return {"object": "list", "data": [student]}
+    return {"object": "list", "data": [model_entry()]}

@@ -14,6 +14,8 @@ from stable_opd_mcore.data.tool_schemas import Tool, parse_tools
 from stable_opd_mcore.errors import DataError
 
 Object = Mapping[str, Any]
+# Of a tool: what tells a server how to sample or stream a call, and says nothing to a model.
+_OF_THE_SERVER = ("strict", "defer_loading", "eager_input_streaming", "allowed_callers")
 T = TypeVar("T")
 
 
@@ -43,6 +45,8 @@ def refused(message: str, code: str = "invalid_value") -> RequestError:
 
 def positive(value: Any, name: str) -> int:
     """A number of tokens."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise refused(f"{name}={value!s:.60}: expected a whole number from 1 up")
     return value
@@ -69,15 +73,16 @@ def read_tools(value: Any) -> tuple[tuple[Tool, ...], set[str]]:
     for place, given in enumerate(cast("list[Any]", value or [])):
         fields = cast("Object", given if isinstance(given, dict) else {})
         kind = fields.get("type")
-        found = parse_tools(fields) if kind in ("function", "custom", None) else ()
+        found = (
+            parse_tools(fields, keeps_nulls=True) if kind in ("function", "custom", None) else ()
+        )
         if len(found) != 1 or not found[0]["function"]["name"]:
             raise refused(
                 f"tools[{place}]={given!s:.60}: expected {{type: function, function: {{name: ..., "
                 "parameters: ...}}; no tool runs here, so give each as a function that you run"
             )
         function = dict(found[0]["function"])
-        if function.pop("strict", False):  # it would constrain what is sampled
-            ignored.add("tools.strict")
+        ignored |= {f"tools.{key}" for key in _OF_THE_SERVER if function.pop(key, False)}
         tools.append({"type": "function", "function": function})
     return tuple(tools), ignored
 

@@ -15,30 +15,39 @@ _NAMES = {"input_schema": "parameters", "inputSchema": "parameters"}
 _FRAME = ("type", "cache_control")
 
 
-def parse_tools(value: object) -> tuple[Tool, ...]:
+def parse_tools(value: object, keeps_nulls: bool = False) -> tuple[Tool, ...]:
     """The schemas in a value or in its text; () for a value of another form.
 
     A function may stand there without its frame: {"name": ..., "parameters": ...}, also with the
     names of Anthropic and MCP, or in Gemini's list. Nulls are left out: a table has the names of
-    all other schemas' keys as null.
+    all other schemas' keys as null. `keeps_nulls`: those in the parameters, such as a default.
     """
     value = from_text(value)
     if isinstance(value, list | tuple):
         parts = cast("Sequence[object]", value)
-        return tuple(tool for each in parts for tool in parse_tools(each))
+        return tuple(tool for each in parts for tool in parse_tools(each, keeps_nulls))
     if not isinstance(value, Mapping):
         return ()
     tool = cast("Mapping[str, Any]", value)
     if listed := tool.get("function_declarations") or tool.get("functionDeclarations"):
-        return parse_tools(listed)
+        return parse_tools(listed, keeps_nulls)
     function = {_NAMES.get(key, key): each for key, each in tool.items() if key not in _FRAME}
-    if isinstance(tool.get("function"), Mapping):
-        framed = without_nulls({"type": "function", **tool})
-    elif "parameters" in function or function.keys() == {"name", "description"}:
-        framed = without_nulls({"type": "function", "function": function})
+    if isinstance(framed := tool.get("function"), Mapping):
+        function, frame = cast("Mapping[str, Any]", framed), tool
+    elif (
+        tool.get("type") == "function"
+        or "parameters" in function
+        or function.keys() == {"name", "description"}
+    ):
+        frame = {}
     else:
         return ()
-    return (framed,) if isinstance(framed["function"].get("name"), str) else ()
+    own = without_nulls(function)
+    if keeps_nulls and function.get("parameters") is not None:
+        own["parameters"] = function["parameters"]
+    if not isinstance(own.get("name"), str):
+        return ()
+    return ({"type": "function", **without_nulls(frame), "function": own},)
 
 
 def tool_names(tools: Sequence[Tool]) -> Iterator[str]:

@@ -333,7 +333,7 @@ class Interaction:
         """The tools that the student knows from this answer on."""
         if answer.tools is None:
             return episode.tools if episode.turns else tuple(episode.prompt.tools)
-        tools = parse_tools(answer.tools)
+        tools = parse_tools(answer.tools, keeps_nulls=True)
         if len(tools) != len(answer.tools):
             raise DataError(
                 f"the environment yielded the tools {answer.tools!s:.200}; expected a list of "

@@ -264,8 +264,10 @@ class Session:
         """The student's last turn as a reply; the histories note it."""
         episode, turn = self.asked.episode, self.asked.episode.turns[-1]
         ids, text = episode.token_ids[len(episode.token_ids) - turn.num_tokens :], turn.text
+        stop_text = ""
         if (place := _first_stop(text, request.stop)) is not None:
             begin, end = place
+            stop_text = text[begin:end]
             self._kept = self._cut(ids, text[:end])
             self.counts["stop_cut_tokens"] += turn.num_tokens - self._kept.num_tokens
             text = text[:begin]
@@ -289,6 +291,7 @@ class Session:
             "length" if was_cut else "tool_calls" if said.calls else "stop",
             num_read,
             num_tokens,
+            stop_text,
         )
         self._histories.said(reply, episode.context[: num_read + num_tokens])
         return reply

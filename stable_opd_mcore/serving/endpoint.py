@@ -154,8 +154,10 @@ def app(
         secret, name = _parts(scope["path"])
         api = _MESSAGES if name.startswith("messages") else _CHAT
         try:
-            if name == "models" and scope["method"] == "GET":
-                return await connection.end(200, openai_api.model_list())
+            if name.startswith("models") and scope["method"] == "GET":
+                model = name.removeprefix("models").removeprefix("/")
+                entry = openai_api.model_entry(model) if model else openai_api.model_list()
+                return await connection.end(200, entry)
             _refuse_path(name, scope)
             body = await connection.body(max_body_bytes)
             if body is None:

@@ -50,6 +50,8 @@ def test_a_whole_request_is_read():
             ],
         },
         {"role": "assistant", "content": "5"},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{**result, "tool_use_id": "c3"}]},
     ]
     tool = {"name": "add", "description": "Adds.", "input_schema": SCHEMA, "cache_control": {}}
     system = [text("x-anthropic-billing-header: cch=1"), text("Add."), text("Well.")]
@@ -59,7 +61,10 @@ def test_a_whole_request_is_read():
                 **{"model": "claude", "max_tokens": 7, "stop_sequences": ["x"], "stream": True},
                 **{"messages": messages, "system": system, "tools": [tool], "temperature": 1},
                 **{"tool_choice": {"type": "any"}, "thinking": {"type": "adaptive"}},
-                **{"output_config": {"effort": "high"}, "metadata": {"user_id": "u"}},
+                **{
+                    "output_config": {"effort": "high", "format": None},
+                    "metadata": {"user_id": "u"},
+                },
             }
         ).encode(),
         is_retry=True,
@@ -75,6 +80,8 @@ def test_a_whole_request_is_read():
         {"role": "tool", "tool_call_id": "c2", "content": "4"},
         {"role": "user", "content": "Go on."},
         {"role": "assistant", "content": "5"},
+        {"role": "system", "content": "Be brief."},
+        {"role": "tool", "tool_call_id": "c3", "content": ""},
     )
     function = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
     assert request.tools == ({"type": "function", "function": function},)
@@ -89,12 +96,19 @@ def test_a_whole_request_is_read():
     ("fields", "message"),
     [
         ({"mcp_servers": [1]}, "mcp_servers=.*: not known here"),
-        ({"output_config": {"format": {}}}, "output_config=.*describe the format"),
+        (
+            {"output_config": {"format": {"type": "json_schema"}}},
+            r"output_config\.format: .*describe the format",
+        ),
         ({"tool_choice": {"type": "all"}}, "expected the type auto, any, tool or none"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "no tool runs here"),
         ({"max_tokens": -1}, "max_tokens=-1: expected a whole number"),
         ({"system": [{"type": "image"}]}, "system=.*image.*: the student reads only text"),
-        ({"messages": [{"role": "system", "content": "Add."}]}, "in the field system"),
+        ({"output_config": {"colour": 1}}, r"output_config\.colour=1: not known here"),
+        (
+            {"messages": [*BODY["messages"], {"role": "assistant", "content": "{"}]},
+            "the last message is the assistant's: .*: end the messages with one of the user",
+        ),
         ({"messages": [{"role": "user", "content": [1]}]}, "has a part 1; only parts of text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
@@ -130,11 +144,16 @@ def test_a_reply_is_written_whole_and_as_events():
     ]
     assert found[9][1]["delta"]["partial_json"] == '{"x": "é"}'
     assert anthropic_api.message(ChatReply(""), Form(), "1")["content"] == [text("")]
+    stopped = ChatReply("1, ", stop_text="2")
+    ended = {"stop_reason": "stop_sequence", "stop_sequence": "2"}
+    assert anthropic_api.message(stopped, Form(), "1").items() >= ended.items()
+    *_, (_, last), _ = anthropic_api.events(stopped, Form(), "1")
+    assert last["delta"] == ended
 
 
 def test_what_a_client_echoes_is_the_same_message():
     content = anthropic_api.message(REPLY, Form(), "1")["content"]
-    (echo,) = read(messages=[{"role": "assistant", "content": content}]).messages
+    echo, _ = read(messages=[{"role": "assistant", "content": content}, *BODY["messages"]]).messages
     assert same_message(echo, REPLY.message)
 
 

@@ -60,8 +60,34 @@ def test_a_whole_request_is_read():
 
 def test_forbidden_tools_are_not_read():
     assert read(tools=[TOOL], tool_choice="none").tools == ()
-    assert read(tools=[FUNCTION]).tools == (TOOL,)  # without its frame
+    for form in (FUNCTION, {"type": "function", **FUNCTION}, TOOL | {"defer_loading": True}):
+        assert read(tools=[form]).tools == (TOOL,)
+    assert read(tools=[{"type": "function", "name": "add"}]).tools[0]["function"] == {"name": "add"}
     assert read(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "add"}})
+
+
+def test_nulls_of_a_schema_are_read():
+    """Pydantic writes them as defaults, and servers pass them on to the chat template."""
+    parameters = {"type": "object", "properties": {"x": {"type": "integer", "default": None}}}
+    function = FUNCTION | {"parameters": parameters}
+    given = {"type": "function", "function": {**function, "strict": None, "description": None}}
+    assert read(tools=[given]).tools == ({"type": "function", "function": function},)
+
+
+WITHOUT_EFFECT = [
+    {"prompt_cache_options": {"mode": "implicit"}},  # openai-python 3
+    {"mcp_servers": [], "provider": {}},  # nothing is asked for
+    {"add_generation_prompt": True, "continue_final_message": False, "echo": False},  # vLLM's
+    {"ignore_eos": False, "min_tokens": 0, "use_beam_search": False, "length_penalty": 1.0},
+    {"messages": [USER, {"role": "assistant", "content": "2", "prefix": False}, USER]},
+]
+
+
+def test_defaults_of_clients_change_nothing():
+    for fields in WITHOUT_EFFECT:
+        assert read(**fields)
+    assert read(max_tokens=9.0).max_tokens == 9
+    assert read(tool_choice="any").forces_call  # Mistral's word
 
 
 def test_equal_bodies_have_one_key():
@@ -89,6 +115,12 @@ NOT_GIVEN = [
     ({"response_format": {"type": "json_object"}}, "what is sampled is not constrained"),
     ({"functions": [FUNCTION]}, "the old form of tools: send tools"),
     ({"guided_regex": "a"}, r"guided_regex=a: not known here.*leave it out"),
+    ({"continue_final_message": True}, "continues none that was begun for it: end the messages"),
+    (
+        {"messages": [USER, {"role": "assistant", "content": "It", "prefix": True}]},
+        "prefix of a message: the student samples whole turns",
+    ),
+    ({"moderation": {"model": "m"}}, "nothing is moderated here: leave it out"),
     ({"tool_choice": "all"}, "tool_choice=all: expected auto"),
     ({"tools": [{"type": "web_search"}]}, r"tools\[0\]=.*no tool runs here"),
     ({"tools": {"add": 1}}, "tools={'add': 1}: expected a list"),

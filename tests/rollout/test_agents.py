@@ -30,10 +30,10 @@ import json, os, socket, subprocess, sys, threading, time, urllib.error, urllib.
 from pathlib import Path
 
 
-def post(url, messages, headers=(), timeout=100, **more):
+def post(url, messages, headers=(), timeout=100, path="chat/completions", **more):
     body = json.dumps({"model": "student", "messages": messages, **more}).encode()
     headers = {"content-type": "application/json", **dict(headers)}
-    request = urllib.request.Request(url + "/chat/completions", body, headers)
+    request = urllib.request.Request(f"{url}/{path}", body, headers)
     try:
         with urllib.request.urlopen(request, timeout=timeout) as reply:
             return json.load(reply)
@@ -244,6 +244,15 @@ def test_a_request_is_a_turn_and_its_limits_cut_it(interact, tokenizer, tmp_path
         "repeated_tokens": num_repeated(episode.contexts),
     }
     assert num_repeated(episode.contexts) >= num_read * 3 / 4
+
+
+def test_anthropics_reply_says_which_text_ended_it(interact, tokenizer, tmp_path):
+    asked = {"path": "messages", "stop_sequences": ["never", "STOP"]}
+    row = {"file": str(tmp_path / "got"), "requests": [asked]}
+    play(interact("talk"), tokenizer, row, said=lambda _: "Two! STOP and more")
+    (reply,) = json.loads((tmp_path / "got").read_text())
+    assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", "STOP")
+    assert reply["content"] == [{"type": "text", "text": "Two! "}]
 
 
 def test_of_a_thousand_requests_at_once_as_many_get_a_turn_as_may(interact, tokenizer, tmp_path):

@@ -58,6 +58,7 @@ def test_a_turn_is_asked_for_and_given(base_url, client):
         found = client.post(f"{base_url}/chat/completions", json=BODY, headers=headers)
         assert found.json()["choices"][0]["message"]["content"] == f"1+1? {is_retry}"
     assert client.get(f"{base_url}/models").json()["data"][0]["id"] == "student"
+    assert client.get(f"{base_url}/models/me/mine").json()["id"] == "me/mine"
 
 
 def events(text):
