@@ -111,7 +111,7 @@ def test_a_golden_transcript_is_the_rollout_of_its_texts(name, interact, tmp_pat
         episode = Episode.begin(played, 0, 0)
         for turn in turns[1::2]:
             episode = followed(interaction, episode)
-            text = golden_response(said_of(turn), tokenizer.decode(episode.context))
+            text = golden_response(said_of(turn, name), tokenizer.decode(episode.context))
             episode = said(episode, tokenizer, text)
         (sampled,) = rollout_samples([episode.rollout()])
         assert golden.token_ids.tolist() == sampled.token_ids.tolist()
