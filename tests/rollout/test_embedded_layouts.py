@@ -78,7 +78,7 @@ def run_layouts(rank: int, world_size: int, model: Path, results: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text"])
 def test_rollouts_and_scores_do_not_depend_on_the_layout(tmp_path, family):
     model = save_tiny(tmp_path / "model", family)
-    rounding = 1e-5 if family == "qwen2" else 2e-4  # it grows in normalised keys
+    rounding = 1e-5 if family == "qwen2" else 5e-4  # it grows in normalised keys
     run_ranks(4, run_layouts, model, tmp_path)
     found = {
         name: [torch.load(tmp_path / f"{name}_{rank}.pt", weights_only=False) for rank in range(4)]
