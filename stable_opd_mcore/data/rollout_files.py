@@ -2,10 +2,12 @@
 
 `rollouts/step_000012.jsonl` holds one object per rollout: the fields of `_PromptColumns` and
 `_RolloutColumns`. Slots, other columns, the teacher's prompts and scores, and experts are not kept.
+Half an emoji in a text is kept as "?".
 """
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -43,9 +45,9 @@ class _Columns(BaseModel):
 
     @classmethod
     def row(cls, record: Any) -> dict[str, Any]:
-        """The columns of a record, as orjson takes them."""
+        """The columns of a record."""
         fields = cls.model_fields.items()
-        return {field.alias or name: _for_orjson(getattr(record, name)) for name, field in fields}
+        return {field.alias or name: getattr(record, name) for name, field in fields}
 
 
 class _PromptColumns(_Columns):
@@ -142,31 +144,29 @@ def encode_rollout(rollout: Rollout) -> bytes:
         position = int(np.isfinite(logprobs).argmin())
         raise ValueError(f"{name}: log-probability {logprobs[position]} at token {position}")
     row = _PromptColumns.row(prompt) | _RolloutColumns.row(rollout)
-    if len(rollout.segments) == 1:
-        del row["segments"]
-    if rollout.has_one_turn:
-        del row["turns"]
-    if rollout.seed is None:
-        del row["seed"]
-    if not rollout.metrics:
-        del row["metrics"]
-    if rollout.feedback is None:
-        del row["feedback"]
-    if not rollout.account:
-        del row["account"]
-    if prompt.max_new_tokens is None:
-        del row["max_new_tokens"]
-    return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    turns = [{name: getattr(turn, name) for name in _Turn.model_fields} for turn in rollout.turns]
+    left_out = {
+        "segments": len(rollout.segments) == 1,
+        "turns": rollout.has_one_turn,
+        "seed": rollout.seed is None,
+        "metrics": not rollout.metrics,
+        "feedback": rollout.feedback is None,
+        "account": not rollout.account,
+        "max_new_tokens": prompt.max_new_tokens is None,
+    }
+    row = {key: value for key, value in row.items() if not left_out.get(key)}
+    row |= {} if left_out["turns"] else {"turns": turns}
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+    try:
+        return orjson.dumps(row, _plain, options)
+    except orjson.JSONEncodeError:  # a text has half an emoji, which most readers of JSON refuse
+        text = json.dumps(row, default=_plain, ensure_ascii=False, allow_nan=False)
+        return text.encode(errors="replace") + b"\n"
 
 
-def _for_orjson(value: Any) -> Any:
-    """Text may hold half of a split emoji, and an array may be a column: orjson refuses both."""
-    if isinstance(value, str):
-        text = json.dumps(value, ensure_ascii=False)
-        return orjson.Fragment(text.encode("utf-8", "surrogatepass"))
-    if isinstance(value, np.ndarray):
-        return np.ascontiguousarray(cast("NDArray[Any]", value))
-    return value
+def _plain(value: Any) -> Any:
+    """What the two writers do not take: a view of an array, an array, a record."""
+    return cast("NDArray[Any]", value).tolist() if isinstance(value, np.ndarray) else asdict(value)
 
 
 def _from_line(line: bytes, where: str, strict: bool) -> Rollout:

@@ -1,7 +1,7 @@
 """The tokens of some rollouts of a step: their text, advantage, teacher log-probability and KL.
 
 `tokens/step_000012.jsonl` holds one object for each of the first rollouts of a step, for the reader
-of the report. Numbers have four digits.
+of the report. Numbers have four digits, and half an emoji is "?".
 """
 
 import json
@@ -45,7 +45,7 @@ def write_tokens(path: str | Path, rollouts: Iterable[TokenText]) -> None:
         for one in rollouts
     ]
     text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    write_atomically(Path(path), text.encode("utf-8", "surrogatepass"))
+    write_atomically(Path(path), text.encode(errors="replace"))
 
 
 def read_tokens(path: str | Path) -> list[TokenText]:

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import orjson
 import pytest
 
 from stable_opd_mcore.data.rollout_files import read_rollouts, write_rollouts
@@ -22,7 +23,7 @@ ROLLOUTS = [
         rollout_logprobs=(-0.1, -1e-17, -(2**0.5)),
         finish_reason="stop",
         weight_version=12,
-        text="half an emoji \ud83d, a whole one 🦆,\r\n</script>",
+        text="a whole emoji 🦆,\r\n</script>",
         reward=0.0,
     ),
     Rollout(
@@ -65,6 +66,21 @@ def test_round_trip_is_exact(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
+def test_strict_readers_take_what_an_environment_may_say(tmp_path):
+    """Half an emoji is in no other program's JSON, and messages have values of many types."""
+    half, message = "half \ud83d", {"role": "user", "content": "\ud83d"}
+    turns = (Turn(1, "stop", text=half), Turn(2, "stop", (7,), observed=half, messages=[message]))
+    given = replace(ROLLOUTS[2], feedback=half, metrics={half: 1.0}, turns=turns)
+    write_rollouts(tmp_path / "x.jsonl", [given])
+    row = orjson.loads((tmp_path / "x.jsonl").read_bytes())
+    assert (row["feedback"], row["metrics"]) == ("half ?", {"half ?": 1.0})
+    assert [turn["text"] + turn["observed"] for turn in row["turns"]] == ["half ?"] * 2
+    assert "messages" not in row["turns"][1]
+    (found,) = read_rollouts(tmp_path / "x.jsonl")
+    assert (found.token_ids == given.token_ids).all()
+    assert (found.rollout_logprobs == given.rollout_logprobs).all()
+
+
 def test_turns_come_back(tmp_path):
     limits = [64, None, 1]  # of a turn; they do not count where prompts are compared
     prompts = [replace(EPISODES[0].prompt, max_new_tokens=limit) for limit in limits]
@@ -91,7 +107,7 @@ def test_every_number_comes_back_and_older_files_are_read(tmp_path):
     tokens = np.zeros(len(numbers))
     given = replace(ROLLOUTS[0], token_ids=tokens, rollout_logprobs=numbers, segments=(), turns=())
     write_rollouts(tmp_path / "new.jsonl", [given])
-    row = json.loads((tmp_path / "new.jsonl").read_text("utf-8", "surrogatepass"))
+    row = json.loads((tmp_path / "new.jsonl").read_text("utf-8"))
     row["rollout_logprobs"] = given.rollout_logprobs.tolist()
     (tmp_path / "old.jsonl").write_text(json.dumps(row) + "\n")
     for name in ("new.jsonl", "old.jsonl"):
@@ -147,7 +163,7 @@ def test_a_malformed_row_is_named(tmp_path):
         path = tmp_path / "x.jsonl"
         write_rollouts(path, ROLLOUTS)
         lines = path.read_bytes().split(b"\n")
-        row = json.loads(lines[0].decode(errors="surrogatepass")) | {column: value}
+        row = json.loads(lines[0]) | {column: value}
         path.write_text("\n".join([json.dumps(row), json.dumps(row)]) + "\n")
         with pytest.raises(DataError, match=rf"x.jsonl, line 1: .*{message}.*restore the file"):
             read_rollouts(path)

@@ -18,7 +18,7 @@ def test_what_is_written_is_read_again(tmp_path):
     assert path.name == "step_000012.jsonl"
     write_tokens(path, [ONE, TokenText("b", 0, (), {}, None)])
     first, second = read_tokens(path)
-    assert first.pieces == ONE.pieces
+    assert first.pieces == ("a", "?")
     assert first.values == {"advantage": [0.5, None], "kl_teacher": [0, 1]}
     assert (first.prompt_id, first.sample_index, first.golden) == ("train:1", 2, "g")
     assert second == TokenText("b", 0, (), {}, None)
