@@ -162,7 +162,8 @@ def _write_verdicts(
             )
             record["reward"], record["grading_failure"] = float(verdict.is_right), verdict.failure
             record["right_in_loop"] = verdict.is_right and truncated_loop
-        file.write(json.dumps(record).encode() + b"\n")
+        text = json.dumps(record, ensure_ascii=False)  # half an emoji in an id is "?"
+        file.write(text.encode(errors="replace") + b"\n")
         yield record
 
 

@@ -92,11 +92,14 @@ def test_a_budget_of_tokens_sets_the_tail_as_in_a_run_and_one_of_characters_does
 
 
 def test_half_a_character_is_measured_as_a_whole_one(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [{"text": each} for each in ("ok", "half \ud83d", "end")])
+    texts = ("ok", "half \ud83d", "end")
+    path = write(tmp_path / "rows.jsonl", [{"text": each, "id": each} for each in texts])
     tokenizer = write_model(tmp_path / "model")  # its tokens are bytes
     found = grade_file(path, tmp_path / "out", FileGradingSettings(tokenizer=tokenizer))
     assert (found["num_rows"], found["num_refused"]) == (3, 0)
-    assert [record["length"] for record in records(tmp_path / "out")] == [2, 6, 3]
+    written = records(tmp_path / "out")
+    assert [record["length"] for record in written] == [2, 6, 3]
+    assert written[1]["id"] == "half ?"  # no strict reader of JSON takes the half
     rows = [{"text": "ok", "token_ids": [5]}, {"text": "four", "token_ids": None}]
     write(path, rows)
     assert grade_file(path, tmp_path / "out", FileGradingSettings())["num_refused"] == 1
