@@ -137,10 +137,12 @@ def longest_work(config: Config, student: Architecture) -> Work:
     prompt = min(PROMPT_TOKENS, window - response)
     budget = config.train.micro_batch_tokens
     if budget < prompt + response:
+        room = budget - PROMPT_TOKENS  # where a shorter response leaves a longer prompt, none
+        lower = f", or lower {key} to {room}" if room > 0 else ""
         raise UserError(
             f"train.micro_batch_tokens={budget} is less than the longest sequence, {prompt} prompt "
             f"tokens + {key}={response}, which would exceed the budget: set "
-            f"train.micro_batch_tokens={prompt + response} or more, or lower {key}"
+            f"train.micro_batch_tokens={prompt + response} or more{lower}"
         )
     return Work(prompt_tokens=prompt, response_tokens=response)
 

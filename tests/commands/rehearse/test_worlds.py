@@ -95,7 +95,8 @@ MISTAKES = {  # config, trainer nodes, server nodes, settings -> what the refusa
     ),
     "a micro-batch is less than a sequence": (
         ("stable_opd_7b", 1, 0, "train.micro_batch_tokens=4096"),
-        r"train.micro_batch_tokens=4096 .* 256 prompt tokens .*=8192.* set .*=8448 or more",
+        r"train.micro_batch_tokens=4096 .* 256 prompt tokens .*=8192.* set .*=8448 or more"
+        r", or lower sampling\.max_new_tokens to 3840",
     ),
     "responses fill the window": (
         ("stable_opd_7b", 1, 0, "sampling.max_new_tokens=16384"),
@@ -141,3 +142,4 @@ def test_the_command_ends_with_code_1_where_a_config_is_refused():
     printed = CliRunner().invoke(app, [*arguments, "--nodes", "1"])
     assert printed.exit_code == 1
     assert "REFUSED: train.micro_batch_tokens=16 is less than" in printed.stdout
+    assert "or lower" not in printed.stdout  # a shorter response leaves a longer prompt
