@@ -34,7 +34,7 @@ SAMPLING = (
 _WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "verbosity"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"),
-    "separate_reasoning",
+    *("separate_reasoning", "request_id", "session_id", "priority", "cache_salt"),
 )
 _READ = (
     *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens"),
@@ -67,6 +67,8 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "ignore_eos": ((False,), "a turn ends as the run's turns end: leave it out"),
     "min_tokens": ((0,), "a turn ends as the run's turns end: leave it out"),
     "include_stop_str_in_output": ((False,), "a reply ends before the text of stop: leave it out"),
+    "include_reasoning": ((True,), "a reply has the student's thought: leave it out"),
+    "stream_reasoning": ((True,), "a reply has the student's thought: leave it out"),
     "use_beam_search": ((False,), "turns are sampled: leave it out"),
     "length_penalty": ((1,), "turns are sampled: leave it out"),
 }

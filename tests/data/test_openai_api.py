@@ -78,6 +78,7 @@ WITHOUT_EFFECT = [
     {"prompt_cache_options": {"mode": "implicit"}},  # openai-python 3
     {"mcp_servers": [], "provider": {}},  # nothing is asked for
     {"add_generation_prompt": True, "continue_final_message": False, "echo": False},  # vLLM's
+    {"include_reasoning": True, "stream_reasoning": True, "request_id": "a", "priority": 0},
     {"ignore_eos": False, "min_tokens": 0, "use_beam_search": False, "length_penalty": 1.0},
     {"messages": [USER, {"role": "assistant", "content": "2", "prefix": False}, USER]},
 ]
