@@ -91,7 +91,8 @@ def test_a_report_says_why_there_is_none(tmp_path):
     command = [sys.executable, "-m", "stable_opd_mcore.host.cuda_libraries"]
     report = read_report(command, ["json", "absent_module"], {**os.environ}, 60)
     assert report.import_error == "ModuleNotFoundError: No module named 'absent_module'"
-    assert "took 0.1 s" in read_report(command, ["json"], {**os.environ}, 0.1).import_error
+    program.write_text("#!/bin/bash\nexec sleep 60\n")
+    assert "took 0.1 s" in read_report([str(program)], ["json"], {**os.environ}, 0.1).import_error
 
 
 def test_the_runtime_that_sglangs_kernels_add_is_not_foreign(tmp_path):
