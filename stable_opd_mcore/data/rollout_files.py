@@ -143,8 +143,8 @@ def encode_rollout(rollout: Rollout) -> bytes:
     if not np.isfinite(logprobs).all():
         position = int(np.isfinite(logprobs).argmin())
         raise ValueError(f"{name}: log-probability {logprobs[position]} at token {position}")
-    row = _PromptColumns.row(prompt) | _RolloutColumns.row(rollout)
     turns = [{name: getattr(turn, name) for name in _Turn.model_fields} for turn in rollout.turns]
+    row = _PromptColumns.row(prompt) | _RolloutColumns.row(rollout) | {"turns": turns}
     left_out = {
         "segments": len(rollout.segments) == 1,
         "turns": rollout.has_one_turn,
@@ -155,7 +155,6 @@ def encode_rollout(rollout: Rollout) -> bytes:
         "max_new_tokens": prompt.max_new_tokens is None,
     }
     row = {key: value for key, value in row.items() if not left_out.get(key)}
-    row |= {} if left_out["turns"] else {"turns": turns}
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
     try:
         return orjson.dumps(row, _plain, options)
@@ -165,7 +164,7 @@ def encode_rollout(rollout: Rollout) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What the two writers do not take: a view of an array, an array, a record."""
+    """An array as a list and a record as a dict, for a writer that does not take them."""
     return cast("NDArray[Any]", value).tolist() if isinstance(value, np.ndarray) else asdict(value)
 
 
