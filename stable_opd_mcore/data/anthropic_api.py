@@ -98,7 +98,7 @@ def _system(content: Any) -> list[Message]:
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
-    messages, _ = read_messages(value)  # what is not read of blocks has no effect
+    messages, _ = read_messages(value)  # parts of blocks that are not read have no effect
     if messages[-1]["role"] == "assistant":
         raise refused(f"the last message is the assistant's: {NO_PREFILL}", "unsupported_parameter")
     return messages

@@ -14,7 +14,7 @@ from stable_opd_mcore.data.tool_schemas import Tool, parse_tools
 from stable_opd_mcore.errors import DataError
 
 Object = Mapping[str, Any]
-# Of a tool: what tells a server how to sample or stream a call, and says nothing to a model.
+# Keys of a tool that tell a server how to sample or stream a call. A model does not read them.
 _OF_THE_SERVER = ("strict", "defer_loading", "eager_input_streaming", "allowed_callers")
 T = TypeVar("T")
 

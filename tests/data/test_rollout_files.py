@@ -67,7 +67,7 @@ def test_round_trip_is_exact(tmp_path):
 
 
 def test_strict_readers_take_what_an_environment_may_say(tmp_path):
-    """Half an emoji is in no other program's JSON, and messages have values of many types."""
+    """Other programs refuse JSON with half an emoji, and a column with values of many types."""
     half, message = "half \ud83d", {"role": "user", "content": "\ud83d"}
     turns = (Turn(1, "stop", text=half), Turn(2, "stop", (7,), observed=half, messages=[message]))
     given = replace(ROLLOUTS[2], feedback=half, metrics={half: 1.0}, turns=turns)

@@ -123,7 +123,7 @@ def test_every_expert_is_counted_on_the_ranks_that_hold_it(family, tensor, pipel
 def cut_model(family: str, expert: int) -> tuple[Architecture, ParallelConfig]:
     """A model of eight layers and its layout on eight ranks, each with two pieces of a stage."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    experts |= {"n_routed_experts": 8, "num_local_experts": 8}  # DeepSeek's name and gpt-oss's
+    experts |= {"n_routed_experts": 8, "num_local_experts": 8}  # the names of DeepSeek and gpt-oss
     return layers_of(family, layers=8, **experts), ParallelConfig(
         tensor=2, sequence=True, pipeline=2, virtual_pipeline=2, expert=expert
     )

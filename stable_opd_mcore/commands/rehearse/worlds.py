@@ -137,7 +137,9 @@ def longest_work(config: Config, student: Architecture) -> Work:
     prompt = min(PROMPT_TOKENS, window - response)
     budget = config.train.micro_batch_tokens
     if budget < prompt + response:
-        room = budget - PROMPT_TOKENS  # where a shorter response leaves a longer prompt, none
+        room = (
+            budget - PROMPT_TOKENS
+        )  # 0 or less: a longer prompt would take a shorter response's room
         lower = f", or lower {key} to {room}" if room > 0 else ""
         raise UserError(
             f"train.micro_batch_tokens={budget} is less than the longest sequence, {prompt} prompt "

@@ -161,7 +161,7 @@ def adapter_config(
     """The fields of adapter_config.json for the tensors `kept`, as PEFT writes them."""
     matrices = {name.removeprefix(_PREFIX).split(".lora_")[0] for name in kept}
     rank = max(lora.rank, lora.rank_of(True))
-    alpha = lora.scale(rank) * rank  # SGLang and llama.cpp do not read use_rslora
+    alpha = lora.scale(rank) * rank  # SGLang and llama.cpp ignore use_rslora
     of_parameters: dict[str, Any] = {}
     if architecture.family.shared_expert or architecture.family.stacked_experts:
         # Named as modules, PEFT would find either the experts or shared experts and dense layers.

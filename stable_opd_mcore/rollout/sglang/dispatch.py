@@ -52,9 +52,9 @@ from stable_opd_mcore.serving.requests import Call, Completion
 
 _ABORT_ALL = Call("POST", "/abort_request", {"rid": "", "abort_all": True})
 _ABORT_SECONDS = 0.2  # between two aborts of what is still in flight
-# A server computes a token in the time in which it reads the keys and values of about this many, by
-# its device. Dense models of 7B to 32B on H100 and H200 have 750 to 2,600, from their sizes; a CPU
-# has 18 to 26, measured (BENCHMARKS.md).
+# Device of the servers -> the number of tokens whose keys and values a server reads in the time in
+# which it computes one token (BENCHMARKS.md). The sizes of dense models of 7B to 32B give 750 to
+# 2,600 on H100 and H200. On a CPU 18 to 26 were measured.
 _READ_PER_COMPUTED = {"cuda": 1024, "cpu": 24}
 
 

@@ -142,4 +142,4 @@ def test_the_command_ends_with_code_1_where_a_config_is_refused():
     printed = CliRunner().invoke(app, [*arguments, "--nodes", "1"])
     assert printed.exit_code == 1
     assert "REFUSED: train.micro_batch_tokens=16 is less than" in printed.stdout
-    assert "or lower" not in printed.stdout  # a shorter response leaves a longer prompt
+    assert "or lower" not in printed.stdout  # a longer prompt would take the room

@@ -99,7 +99,7 @@ def test_half_a_character_is_measured_as_a_whole_one(tmp_path):
     assert (found["num_rows"], found["num_refused"]) == (3, 0)
     written = records(tmp_path / "out")
     assert [record["length"] for record in written] == [2, 6, 3]
-    assert written[1]["id"] == "half ?"  # no strict reader of JSON takes the half
+    assert written[1]["id"] == "half ?"  # strict readers of JSON refuse half an emoji
     rows = [{"text": "ok", "token_ids": [5]}, {"text": "four", "token_ids": None}]
     write(path, rows)
     assert grade_file(path, tmp_path / "out", FileGradingSettings())["num_refused"] == 1

@@ -123,7 +123,7 @@ def test_logits_and_exported_weights_equal_transformers(
         _put_gradients_in_place_of_weights(model)
     transformers_model.save_pretrained(tmp_path / "gradients")
     wanted_of = load_file(tmp_path / "gradients" / "model.safetensors")
-    # Gradients below 1e-3 of the largest, as of a gate's bias, are sums that cancel.
+    # A gradient below 1e-3 of the largest is a sum that cancels, such as that of a gate's bias.
     least = 1e-3 * max(wanted.abs().max() for wanted in wanted_of.values())
     for name, gradient in tiny.file_tensors(chunks):
         error, scale = (gradient - wanted_of[name]).abs().max(), wanted_of[name].abs().max()
